@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from meshwright.choose.picked_plan import device_at_hand
 from meshwright.choose.run_profile import load_run_profile
 from meshwright.errors import PlanError
+from meshwright.planner.machine.devices import device_of_driver
 from meshwright.planner.machine.hardware import (
     CATALOGUE,
     PROFILE_VERSION,
@@ -19,6 +24,38 @@ from meshwright.planner.machine.hardware import (
     HardwareProfile,
     device,
 )
+from support.logs import logged
+
+# Names of drivers, and gigabytes of memory.
+DRIVERS = {
+    ("NVIDIA A100-SXM4-40GB", 42): "a100-40", ("NVIDIA A100 80GB PCIe", 85): "a100-80",
+    ("NVIDIA H100 80GB HBM3", 85): "h100-sxm", ("NVIDIA H100 PCIe", 85): "h100-pcie",
+    ("NVIDIA H100 96GB HBM2e", 102): "h100-96", ("NVIDIA H800", 85): "h800", ("NVIDIA H20", 102): "h20",
+    ("NVIDIA H200", 150): "h200", ("NVIDIA B200", 190): "b200", ("NVIDIA B300 SXM6 AC", 288): "b300",
+    ("NVIDIA GB200", 199): "gb200", ("NVIDIA GB300", 298): "gb300", ("NVIDIA L4", 24): "l4",
+    ("NVIDIA L40S", 48): "l40s",
+    ("NVIDIA A10G", 24): "a10g", ("NVIDIA GeForce RTX 4090", 25): "rtx-4090", ("Tesla V100-SXM2-16GB", 17): "v100-16",
+    ("Tesla V100-PCIE-32GB", 34): "v100-32", ("AMD Instinct MI300X", 206): "mi300x",
+    ("AMD Instinct MI325X", 275): "mi325x", ("AMD Instinct MI350X", 309): "mi350x",
+    ("AMD Instinct MI355X", 309): "mi355x", ("NVIDIA GH200 480GB", 102): None,
+}  # fmt: skip
+
+
+def test_a_device_is_found_by_the_name_that_its_driver_gives() -> None:
+    """All of the catalogue but those that are not driven through torch.cuda."""
+    for (name, memory), expected in DRIVERS.items():
+        found = device_of_driver(name, memory * 1e9)
+        assert (found and found.name) == expected, name
+    assert set(DRIVERS.values()) - {None} == CATALOGUE.keys() - {"cpu", "gaudi3"}
+
+
+def test_a_gpu_that_nobody_lists_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(name="NVIDIA GH200 480GB", total_memory=102 * 10**9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    with logged(level=logging.WARNING) as lines:
+        found = [device_at_hand(torch.device("cuda")) for _ in range(2)]
+    assert {(x.name, x.memory) for x in found} == {("a100-80", 102e9)}
+    assert len(lines) == 1 and "no NVIDIA GH200 480GB" in lines[0] and "hardware_profile=" in lines[0]
 
 
 @pytest.mark.parametrize("name", CATALOGUE)

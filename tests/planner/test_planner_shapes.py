@@ -12,7 +12,13 @@ import transformers
 
 from conformance.families.models import DENSE, model_class, model_types, tiny_config
 from meshwright.errors import PlanError
+from meshwright.planner.answers.notes import warnings_of
+from meshwright.planner.job.candidate import Job
+from meshwright.planner.job.family_traits import COMPARED
 from meshwright.planner.job.shapes import ModelShape, describe
+from meshwright.planner.machine.hardware import Cluster, device
+from meshwright.planner.search.search import search
+from meshwright.planner.search.space import Space
 from meshwright.roles import Role, plan_for
 
 LLAMA = {
@@ -80,6 +86,44 @@ def test_every_family_that_runs_is_described_or_refused(family: str) -> None:
     stated = config.to_dict()
     default = type(config)().tie_word_embeddings
     assert describe({name: x for name, x in stated.items() if name != "tie_word_embeddings"}).tied == default
+
+
+def test_the_families_that_were_compared_are_those_that_are_known() -> None:
+    assert DENSE.keys() - UNPLANNED.keys() == COMPARED
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"model_type": "own"}, "model_type='own' is unknown"),
+        ({"auto_map": {"AutoModelForCausalLM": "modeling.Own"}}, "names code of its own"),
+    ],
+)
+def test_what_is_assumed_of_an_unknown_model_is_told(change: dict[str, Any], said: str) -> None:
+    """It is a warning, which text, JSON and page show; what speaks of experts or latent attention is an error."""
+    cluster, job = Cluster(device=device("h100"), gpus=8), Job(seq_len=4096, global_batch=8)
+    found = [
+        search(Space(shape=describe({**LLAMA, **more}), cluster=cluster, job=job), explains=False)
+        for more in (change, {})
+    ]
+    assert said in warnings_of(found[0])[0] and "8,030,261,248 parameters" in warnings_of(found[0])[0]
+    assert not warnings_of(found[1])
+    for more in ({"moe_top_k": 4}, {"expert_width": 512}, {"kv_lora_rank": 8}):
+        with pytest.raises(PlanError, match=r"does not know the sizes.*(experts|latent)"):
+            describe({**LLAMA, **change, "model_type": "own", **more})
+
+
+@pytest.mark.parametrize("name", ["SequenceClassification", "TokenClassification", "QuestionAnswering", "CausalLM"])
+def test_the_head_of_a_classifier_is_counted_as_it_is(name: str) -> None:
+    """But for its bias, of at most 3 elements."""
+    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.AutoConfig.for_model("qwen3", **sizes, intermediate_size=96, vocab_size=96, num_labels=3)
+    with torch.device("meta"):
+        model = getattr(transformers, f"AutoModelFor{name}").from_config(config)
+    fields = {**config.to_dict(), "architectures": [type(model).__name__]}
+    of_class = describe(config, architecture=type(model).__name__)
+    parameters = sum(p.numel() for p in model.parameters())
+    assert of_class == describe(fields, name="qwen3") and parameters - of_class.parameters in range(4)
 
 
 def test_reads_dict_object_file_and_directory(tmp_path: Path) -> None:

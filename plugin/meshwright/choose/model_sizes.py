@@ -34,7 +34,7 @@ def describe_model(model: nn.Module, config: ToDistributedConfig) -> ModelShape:
             shape = routed_shape(on_meta(decoder), name=name)
             # What the program has frozen is trained in a new model.
             return dataclasses.replace(shape, tower_layers=load_of_towers(find_decoder(decoder)))
-        return describe(model.config, name=name)
+        return describe(model.config, name=name, architecture=type(decoder).__name__)
     try:
         return shape_of(model, config.sharding_plan or plan_for(model))
     except PlanError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import random
 from collections.abc import Iterable, Iterator
@@ -43,7 +44,7 @@ from meshwright.planner.formatting import memory as memory_text
 from meshwright.planner.formatting import seconds
 from meshwright.planner.job.candidate import Candidate, Job
 from meshwright.planner.job.optimizers import OptimizerKind
-from meshwright.planner.machine.devices import Device
+from meshwright.planner.machine.devices import Device, device_of_driver
 from meshwright.planner.machine.hardware import CATALOGUE, Cluster, HardwareProfile
 from meshwright.planner.search.search import TIED, Choice, Search, search
 from meshwright.planner.search.simplicity import TIE
@@ -247,32 +248,31 @@ def cluster_at_hand(device: torch.device, nodes: int, profile: HardwareProfile |
     """Return the launched devices as a cluster, with their actual memory."""
     world = world_size()
     per_node = max(1, world // nodes)
-    if device.type == "cpu":
-        kind, memory = "cpu", available_memory() / per_node
-    else:
-        properties = torch.cuda.get_device_properties(device)
-        memory = properties.total_memory
-        kind = _nearest(properties.name, memory)
+    properties = None if device.type == "cpu" else torch.cuda.get_device_properties(device)
+    memory = available_memory() / per_node if properties is None else properties.total_memory
     if profile is not None and profile.device is not None:
         cluster = profile.cluster(gpus=world, gpus_per_node=per_node)
     else:
-        cluster = Cluster(device=CATALOGUE[kind], gpus=world, gpus_per_node=per_node)
+        known = CATALOGUE["cpu"] if properties is None else _known(properties.name, memory)
+        cluster = Cluster(device=known, gpus=world, gpus_per_node=per_node)
     return dataclasses.replace(cluster, device=dataclasses.replace(cluster.device, memory=memory))
 
 
-def _nearest(name: str, memory: float) -> str:
-    """Return a GPU's name in the catalogue; for an unlisted GPU the A100's name, since its ratios are typical."""
-    name = name.lower()
-    for part, entry in (("gb300", "gb300"), ("gb200", "gb200"), ("b200", "b200"), ("h200", "h200"), ("l40s", "l40s"),
-                        ("4090", "rtx-4090"), ("mi300x", "mi300x")):  # fmt: skip
-        if part in name:
-            return entry
-    if "h100" in name:
-        return "h100-pcie" if "pcie" in name else "h100-sxm"
-    size = memory / 2**30
-    if "v100" in name:
-        return "v100-32" if size > 20 else "v100-16"
-    return "a100-40" if size < 48 else "a100-80"
+@functools.cache
+def _known(name: str, memory: float) -> Device:
+    """Return a GPU's figures in the catalogue; for an unlisted GPU the A100's, since its ratios are typical."""
+    if (found := device_of_driver(name, memory)) is not None:
+        return found
+    typical = CATALOGUE["a100-40" if memory < 48 * 2**30 else "a100-80"]
+    if is_first_rank():
+        logger.warning(
+            "the planner's catalogue has no %s, so plans and times are estimated with the speeds of %s, and its own "
+            "memory. Estimates of time may be far off. To measure this machine, run meshwright calibrate --output "
+            "profile.json and set ToDistributedConfig(hardware_profile='profile.json')",
+            name,
+            typical.name,
+        )
+    return typical
 
 
 def _shown(found: Search, choice: Choice, name: str) -> list[str]:

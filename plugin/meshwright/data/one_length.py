@@ -69,8 +69,12 @@ def portion_of(share: Share, read: object, total: int) -> Portion:
 def pads_by_rank(loader: object, dp: Axis) -> bool:
     """Return whether a loader has a collate function that may pad to the longest of the rows that it gets."""
     collate = getattr(loader, "collate_fn", None)
-    stacks = any(collate is known or type(collate) is known for known in STACKING)
-    return dp.group is not None and isinstance(loader, DataLoader) and collate is not None and not stacks
+    return dp.group is not None and isinstance(loader, DataLoader) and collate is not None and not only_stacks(collate)
+
+
+def only_stacks(collate: object) -> bool:
+    """Return whether a collate function is known to stack rows, so that no row depends on others."""
+    return any(collate is known or type(collate) is known for known in STACKING)
 
 
 class OneLength:

@@ -10,18 +10,6 @@ from meshwright.data.nested import like, take_rows
 from meshwright.parallel.batch.items import BatchFormat
 from meshwright.parallel.batch.schema import BatchSchema
 
-READS_WHOLE = (
-    "the dataset or its collate function draws random numbers. To draw those of one device, each of the %d "
-    "data-parallel ranks reads and collates all rows of a batch, and keeps its own: %d times the work. If reading is "
-    "then slower than training, set LoaderOptions(draws='rank'), so that each rank reads its own rows alone, with "
-    "draws that differ from those of one device"
-)
-NOT_CUT = (
-    "the dataset or its collate function draws random numbers, and what it returns for a batch (%s) cannot be cut into "
-    "rows. So each rank draws for its own rows, and the numbers differ from those of one device. Return tensors whose "
-    "first dim is the batch's rows, or draw from a generator that is seeded by the sample's index"
-)
-
 
 def own_rows(batch: object, share: Share, rows: int, format: BatchFormat | None) -> Any:
     """Return a share of a batch of ``rows`` rows; None if the batch cannot be cut into these rows.
@@ -53,7 +41,7 @@ def cut_rows(batch: object, share: Share, rows: int, format: BatchFormat | None)
         raise ValueError(
             f"what the collate function returned for a batch of {rows} rows ({type(batch).__name__}) cannot be cut "
             "into rows, unlike the batches before. The ranks collate whole batches, since the function draws random "
-            "numbers. Return tensors whose first dim is the batch's rows for every batch, or set "
-            "LoaderOptions(draws='rank'), so that each rank collates its own rows, with draws of its own"
+            "numbers, or its rows depend on each other. Return tensors whose first dim is the batch's rows for every "
+            "batch, or set LoaderOptions(draws='rank'), so that each rank collates its own rows, with values of its own"
         )
     return own

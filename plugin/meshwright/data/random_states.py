@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Generator
-from torch.utils.data import get_worker_info
 
 DEEPEST = 4  # how deep a generator may be inside a collate function, such as the Trainer's around the user's
 LONGEST = 64  # of the lists and dicts that are searched: longer ones hold samples
@@ -40,6 +39,10 @@ class RandomStates:
             and _is_same(_common(), self._common)
             and all(_is_same(_state_of(x), state) for x, state in self._held)
         )
+
+    def now(self) -> RandomStates:
+        """Return the states that the same objects have now."""
+        return RandomStates(*self._holders)
 
     def restore(self) -> None:
         """Set all states to those of the time when this was made."""
@@ -76,57 +79,6 @@ def seed_all(seed: int, of_numpy: int | list[int]) -> None:
     torch.default_generator.manual_seed(seed)
 
 
-class Watched:
-    """A collate function that also returns whether its first batch was drawn at random.
-
-    It is a class, so that workers can unpickle it.
-
-    Args:
-        collate: the user's collate function.
-        dataset: the dataset of its samples.
-    """
-
-    def __init__(self, collate: Callable[[list[Any]], Any], dataset: object):
-        self._collate, self._dataset = collate, dataset
-        self.before: RandomStates | None = None
-        self._is_done = False
-
-    def begin(self) -> None:
-        """Record the states before the samples of the first batch are read."""
-        if self.before is None:
-            self.before = RandomStates(self._dataset, self._collate)
-
-    def __call__(self, samples: list[Any]) -> tuple[Any, bool]:
-        batch = self._collate(samples)
-        has_drawn = not self._is_done and self.before is not None and not self.before.are_unchanged
-        self._is_done = True
-        return batch, has_drawn
-
-
-class WorkerStart:
-    """Seeds a worker as the user's own DataLoader would on one device.
-
-    ``seed`` is what that loader has drawn for its workers, and is set before they start.
-
-    Args:
-        watched: the collate function of the workers, if it is to record the states before their datasets are read.
-        init: the user's ``worker_init_fn``.
-    """
-
-    def __init__(self, watched: Watched | None, init: Callable[[int], None] | None):
-        self.seed, self._watched, self._init = 0, watched, init
-
-    def __call__(self, worker_id: int) -> None:
-        info = get_worker_info()
-        assert info is not None
-        object.__setattr__(info, "seed", self.seed + worker_id)  # a worker_init_fn may read it
-        seed_all(self.seed + worker_id, torch.utils.data._utils.worker._generate_state(self.seed, worker_id))
-        if self._init is not None:
-            self._init(worker_id)
-        if self._watched is not None:
-            self._watched.begin()
-
-
 def _common() -> tuple[Any, ...]:
     return torch.get_rng_state(), np.random.get_state(), random.getstate()
 
@@ -161,12 +113,12 @@ def _generators(holders: Iterable[object]) -> list[Any]:
                 found[id(value)] = value
             elif id(value) not in seen and not isinstance(value, type | ModuleType | str | int | float):
                 seen.add(id(value))
-                parts += _parts(value)
+                parts += parts_of(value)
         level = parts
     return list(found.values())
 
 
-def _parts(value: object) -> Iterator[object]:
+def parts_of(value: object) -> Iterator[object]:
     """Yield an object's attributes, what it is bound to and has around it, and the items of a short list or dict."""
     yield from getattr(value, "__dict__", {}).values()
     yield getattr(value, "__self__", None)

@@ -16,6 +16,7 @@ from meshwright.layout.tensor_layout import layout_of
 from meshwright.mesh.axes import Axis
 from meshwright.mesh.host_wire import waiting_for_the_gpu
 from meshwright.mesh.process_group import wire_device
+from meshwright.parallel.batch.fixed_inputs import FixedInputs
 from meshwright.parallel.batch.items import BatchFormat
 from meshwright.parallel.batch.schema import Batch, BatchSchema, leaves
 from meshwright.parallel.batch.share import cut
@@ -135,6 +136,7 @@ class PipelineForward(BatchStep):
         self._boundary_dtypes: dict[_Precision, dict[int, torch.dtype]] = {}
         self._formats: dict[Hashable, dict[int, Format]] = {}
         self.writes = WritesPerPiece(decoder, runtime.guard, pipeline.cut.layers)
+        self.fixed = FixedInputs("Each micro-batch")
         self._loss_dtypes: dict[_Precision, torch.dtype] = {}
         self._uses_items: dict[_Kind, bool] = {}
         if runtime.comparison is not None:
@@ -212,6 +214,7 @@ class PipelineForward(BatchStep):
         of_stages = {s: [p for p in parameters if s in self._stages_of[id(p)]] for s in self.pipeline.cut.own}
         counts, num_items = loss.counts(batch), batch.get("num_items_in_batch")
         schema = BatchSchema(batch, self.format)
+        self.fixed.see(schema)
         row_counts = schema.row_counts(count)
         step = self._step(schema.split(count), loss, operations, of_stages)
         step.scale = scale = runtime.features.get(LossScale).of(targets.device)

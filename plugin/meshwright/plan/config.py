@@ -289,8 +289,8 @@ class LoaderOptions:
     Args:
         source: which ranks read the dataset. With "each", every rank reads its own rows. With "leader", one of the
             ranks that need the same rows reads and sends them, for a dataset that is not deterministic or is slow.
-        draws: rows that a rank reads if reading draws random numbers: all of the "batch", so that the numbers are those
-            of one device, or only those of the "rank".
+        draws: rows that a rank reads if reading draws random numbers, or rows depend on each other: all of the "batch",
+            so that the values are those of one device, or only those of the "rank".
         check_every: number of steps between two comparisons of rows between the ranks that must have the same rows,
             starting at step 0; 0 turns the comparisons off.
         seed: seed of the shuffling. None takes the seed from the loader's generator or, if the loader has no generator,

@@ -11,14 +11,14 @@ from typing import Any
 from torch import Generator
 from torch.utils.data import DataLoader
 
+from meshwright.data.batch_reading import BatchReading, Request, Way, WorkerStart, as_read, count_tried
 from meshwright.data.collation import Collate
+from meshwright.data.collation_trial import Finding, Trial, Trials
 from meshwright.data.epoch_order import InOrder, Order
 from meshwright.data.fingerprint import fingerprint
 from meshwright.data.global_batches import Portion, Share, Sharing
 from meshwright.data.one_length import KeepingSamples, portion_of
-from meshwright.data.own_rows import NOT_CUT, READS_WHOLE, cut_rows, own_rows
-from meshwright.data.peers import Peers
-from meshwright.data.random_states import Watched, WorkerStart
+from meshwright.data.own_rows import cut_rows
 from meshwright.data.read_errors import first_failing, name_of, reading
 from meshwright.data.readers.base import (
     NAMED,
@@ -79,11 +79,11 @@ class MapReader(Reader):
         self.identity = fingerprint(loader.dataset, has_numbers=True) if name is None else name
         self._user_loader, self._dp, self._share = loader, dp, share
         self._collate: Collate = KeepingSamples(loader.collate_fn) if keeps_samples else loader.collate_fn
-        self._format = format
-        self._indices = _RankIndices(dp, share, self._sampling.exhaust)
+        self._trial = Trial(loader.collate_fn, dp, share, keeps_samples=keeps_samples)
+        self._trials = Trials(count_tried(loader, dp, draws), format)
+        self._indices = _RankIndices(dp, share, self._sampling.exhaust, self._trials)
         self._generator = Generator()
         self._inner: DataLoader[Any] | None = None
-        self._reads_whole: bool | None = None if dp.size > 1 and draws == "batch" else False  # None: not known yet
         self._order: int | None = None  # a digest of the epoch's order, if the user's sampler drew it
 
     def __len__(self) -> int:
@@ -133,24 +133,20 @@ class MapReader(Reader):
         self._check_order(draws.order)
         self._indices.begin(order, batches, position.samples)
         self._dropped, self.least = batches.dropped(position.samples), batches.least(position.samples)
-        rest = batches.after(position.samples)
         batches_read = self._begin(draws)
-        for start, rows in rest:
+        for number, (start, rows) in enumerate(batches.after(position.samples)):
             share = self._share(rows, self._dp)
-            with reading(partial(self._where, start, share)):
-                batch, has_drawn = next(batches_read)
-            if self._reads_whole is None and self._is_drawn(has_drawn):
-                batches_read = self._begin_again(draws, whole=True)
-                with reading(partial(self._where, start, share)):
-                    batch, _ = next(batches_read)
-                if own_rows(batch, share, rows, self._format) is None:
-                    logger.warning(NOT_CUT, type(batch).__name__)
-                    batches_read = self._begin_again(draws, whole=False)
-                    with reading(partial(self._where, start, share)):
-                        batch, _ = next(batches_read)
-            if self._reads_whole:
-                with reading(partial(self._where, start, share)):
-                    batch = cut_rows(batch, share, rows, self._format)
+            with reading(partial(self._where, start, share, rows)):
+                is_whole = self._trials.reads_whole
+                batch, finding = next(batches_read)
+                if finding is not None:
+                    batch, verdict = self._trials.settle(batch, finding, share, rows, self._dp.size)
+                    self._trials.take(verdict, is_told=self._dp.rank == 0)
+                    if self._trials.reads_whole and self._user_loader.num_workers:
+                        batches_read = self._begin_again(draws, number)
+                        is_whole, (batch, _) = True, next(batches_read)
+                if is_whole:
+                    batch = cut_rows(batch, share, rows, self._trials.format)
             position.samples = start + rows
             yield portion_of(share, batch, rows)
         assert next(batches_read, None) is None  # on one device, too, the sampler is asked for a batch after the last
@@ -202,13 +198,15 @@ class MapReader(Reader):
             "seed": sampling.seed,
         }
 
-    def _where(self, start: int, share: Share) -> str:
+    def _where(self, start: int, share: Share, rows: int) -> str:
         """Return which rows were read, for an error: their indices in the dataset and their place in the epoch."""
         dataset = self._user_loader.dataset
-        indices = self._indices.take(start + share.low, start + share.high)
+        is_own = not (self._trials.reads_whole or self._trials.left > 0)
+        low, high = (share.low, share.high) if is_own else (0, rows)
+        indices = self._indices.take(start + low, start + high)
         row = first_failing(dataset, indices)
         said = f"rows {', '.join(map(str, indices))}" if row is None else f"row {row}"
-        place = f"samples {start + share.low} to {start + share.high - 1} of epoch {self.position.epoch}"
+        place = f"samples {start + low} to {start + high - 1} of epoch {self.position.epoch}"
         return f"{said} of {name_of(dataset)} ({place})"
 
     def _tell_epoch(self) -> None:
@@ -231,41 +229,35 @@ class MapReader(Reader):
             )
         self._order = drawn
 
-    def _is_drawn(self, has_drawn: bool) -> bool:
-        """Return whether the first batch was drawn at random on a rank of dp, and remember that."""
-        group = Peers((self._dp,)) if self._dp.group is not None else Peers()
-        self._reads_whole = any(drawn for (drawn,) in group.gather(int(has_drawn)))
-        if self._reads_whole and self._dp.rank == 0:
-            logger.warning(READS_WHOLE, self._dp.size, self._dp.size)
-        return self._reads_whole
-
-    def _begin(self, draws: Draws) -> Iterator[tuple[Any, bool]]:
+    def _begin(self, draws: Draws) -> Iterator[tuple[Any, Finding | None]]:
         """Start to read from the position on, with the workers' seeds of one device if batches are read whole."""
         self._generator.manual_seed(draws.worker_seed % WORKER_SEEDS)
-        self._indices.is_whole = bool(self._reads_whole)
         loader = self._loader()
-        self._start.seed = draws.worker_seed + (0 if self._reads_whole else self._dp.rank)
+        self._start.seed = draws.worker_seed + (0 if self._trials.reads_whole else self._dp.rank)
         return iter(loader)
 
-    def _begin_again(self, draws: Draws, *, whole: bool) -> Iterator[tuple[Any, bool]]:
-        """Start again at the epoch's first batch, in the random states that it had."""
-        if self._watched.before is not None:
-            self._watched.before.restore()
-        self._reads_whole, self._inner = whole, None
-        return self._begin(draws)
+    def _begin_again(self, draws: Draws, count: int) -> Iterator[tuple[Any, Finding | None]]:
+        """Read whole batches from the position on, without the first ``count``, which were returned.
+
+        Workers have read later batches by the rank's rows already. New ones read the first batches, too, since what
+        they draw for later ones follows.
+        """
+        self._inner = None
+        batches_read = self._begin(draws)
+        for _ in range(count):
+            next(batches_read)
+        return batches_read
 
     def _loader(self) -> DataLoader[Any]:
         """Return the DataLoader that reads, the same one in all epochs so that its workers may persist."""
         if self._inner is None:
             loader = self._user_loader
             options = worker_options(loader)
-            collate = loader.collate_fn if self._reads_whole else self._collate
-            self._watched = self._indices.watched = Watched(collate, loader.dataset)
-            self._start = WorkerStart(self._watched, loader.worker_init_fn)
+            self._start = WorkerStart(loader.worker_init_fn)
             self._inner = DataLoader(
-                loader.dataset,
+                BatchReading(loader.dataset, loader.collate_fn, self._collate, self._trial),
                 batch_sampler=self._indices,
-                collate_fn=self._watched,
+                collate_fn=as_read,
                 pin_memory=loader.pin_memory,
                 persistent_workers=loader.persistent_workers,
                 generator=self._generator,
@@ -275,20 +267,20 @@ class MapReader(Reader):
 
 
 class _RankIndices:
-    """The batch sampler of the reading DataLoader; it yields this rank's indices.
+    """The batch sampler of the reading DataLoader; it yields what this rank is to read of each batch.
 
     Args:
         exhaust: a function called at the point where the sampler would end on one device. With workers, this point
             comes before the loop reaches the last batch.
+        trials: which batches to read whole.
     """
 
-    def __init__(self, dp: Axis, share: Sharing, exhaust: Callable[[], None]):
+    def __init__(self, dp: Axis, share: Sharing, exhaust: Callable[[], None], trials: Trials):
         self._dp, self._share, self._exhaust = dp, share, exhaust
         self._order: Order = InOrder()
         self._batches: Batches | None = None
         self._samples = 0
-        self.is_whole = False  # whether to yield the indices of all rows
-        self.watched: Watched | None = None
+        self._trials = trials
 
     def begin(self, order: Order, batches: Batches, samples: int) -> None:
         self._order, self._batches, self._samples = order, batches, samples
@@ -297,14 +289,14 @@ class _RankIndices:
         """Return the dataset indices of the epoch's samples ``start`` to ``stop - 1``."""
         return self._order.take(start, stop)
 
-    def __iter__(self) -> Iterator[list[Any]]:
+    def __iter__(self) -> Iterator[Request]:
         assert self._batches is not None
-        for start, rows in self._batches.after(self._samples):
-            share = self._share(rows, self._dp)
+        tried = self._trials.left  # which falls as the batches come back
+        for number, (start, rows) in enumerate(self._batches.after(self._samples)):
             if rows < self._batches.most:
                 self._exhaust()  # a BatchSampler reaches its sampler's end while it fills the last batch
-            if self.watched is not None:
-                self.watched.begin()  # a worker has begun by itself
-            low, high = (0, rows) if self.is_whole else (share.low, share.high)
-            yield self._order.take(start + low, start + high)
+            way = Way.WHOLE if self._trials.reads_whole else Way.TRIED if number < tried else Way.OWN
+            share = self._share(rows, self._dp)
+            low, high = (share.low, share.high) if way is Way.OWN else (0, rows)
+            yield Request(self._order.take(start + low, start + high), way)
         self._exhaust()

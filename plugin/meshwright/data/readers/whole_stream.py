@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import islice
 from typing import Any, TypeGuard
 
 from torch import Generator
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from meshwright.data.batch_reading import WorkerStart, count_tried
+from meshwright.data.collation_trial import Trial, Trials, Verdict
 from meshwright.data.fingerprint import fingerprint, outline
-from meshwright.data.global_batches import Portion, Share, Sharing
+from meshwright.data.global_batches import Portion, Sharing
 from meshwright.data.nested import digest, take_rows, why_no_batch
 from meshwright.data.one_length import KeepingSamples, portion_of
-from meshwright.data.own_rows import NOT_CUT, READS_WHOLE, cut_rows, own_rows
+from meshwright.data.own_rows import cut_rows
 from meshwright.data.peers import Peers, check_same_rows
-from meshwright.data.random_states import RandomStates, WorkerStart
+from meshwright.data.random_states import RandomStates
 from meshwright.data.read_errors import name_of, reading
 from meshwright.data.readers.base import (
     MOST_EPOCHS,
@@ -33,6 +35,7 @@ from meshwright.data.readers.base import (
 from meshwright.data.shuffling import Draws, WorkerSeeds
 from meshwright.errors import PlanError
 from meshwright.mesh.axes import Axis
+from meshwright.parallel.batch.fixed_inputs import FixedInputs
 from meshwright.parallel.batch.items import BatchFormat
 from meshwright.parallel.batch.schema import BatchSchema
 from meshwright.plan.config import DrawsOf
@@ -94,8 +97,8 @@ class WholeReader(Reader):
         self._generator = Generator()
         self._worker_seeds = WorkerSeeds.of(loader) if is_stock(loader) and loader.batch_size else None
         self._cuts_samples = self._worker_seeds is not None
-        self._shares_draws = draws == "batch"
-        self._worker_seed, self._has_told = 0, False
+        self._trials = Trials(count_tried(loader, dp, draws) if isinstance(loader, DataLoader) else 0, format)
+        self._worker_seed, self._fixed = 0, FixedInputs("Each data-parallel rank")
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]
@@ -189,10 +192,9 @@ class WholeReader(Reader):
             shares = self._read(islice(self._sharing(self._dataset), self._batches, None))
         else:
             shares = self._read(self._sharing(_After(self._dataset, self.position.samples)))
-        for code, portion, warning in shares:
-            if warning and not self._has_told and self._dp.rank == 0:
-                logger.warning(*warning)
-            self._has_told |= bool(warning)
+        for code, portion, verdict in shares:
+            if verdict is not None:
+                self._trials.take(verdict, is_told=self._dp.rank == 0)
             yield code, portion
 
     def _read(self, batches: Iterable[Any]) -> Iterator[Any]:
@@ -218,7 +220,7 @@ class WholeReader(Reader):
         assert isinstance(loader, DataLoader)
         options = worker_options(loader)
         if self._num_workers:
-            start = WorkerStart(None, loader.worker_init_fn)
+            start = WorkerStart(loader.worker_init_fn)
             start.seed = self._worker_seed
             options["worker_init_fn"] = start
         return DataLoader(
@@ -229,10 +231,9 @@ class WholeReader(Reader):
                 loader.collate_fn,
                 self._dp,
                 self._share,
-                self._format,
+                replace(self._trials),
                 keeps_samples=self._keeps_samples,
                 has_digest=self._readers.count > 1,
-                shares_draws=self._shares_draws,
             ),
             pin_memory=loader.pin_memory,
             generator=self._generator,
@@ -258,6 +259,7 @@ class WholeReader(Reader):
                 f"{others[0]} of a ready batch has something else along its first dim than the {schema.rows} rows, so "
                 "the ranks' parts are no DTensor of the whole: pass output='local' to shard_dataloader"
             )
+        self._fixed.see(schema)
         try:
             own = schema.part(slice(share.low, share.high), take_rows)
         except PlanError as error:
@@ -276,10 +278,9 @@ def is_stock(loader: object) -> TypeGuard[DataLoader[Any]]:
 
 
 class _CollateShare:
-    """Collates this rank's samples of a batch or, if that draws random numbers, all samples and cuts out its rows.
+    """Collates this rank's samples of a batch or, if a trial shows that it must, all samples, and cuts out its rows.
 
-    The first batch, which is collated whole on all ranks, shows that. This is a class, not a closure, so that workers
-    can unpickle it.
+    Each process that collates tries its first batches. This is a class, not a closure, so that workers can unpickle it.
     """
 
     def __init__(
@@ -287,44 +288,29 @@ class _CollateShare:
         collate: Callable[[list[Any]], Any],
         dp: Axis,
         share: Sharing,
-        format: BatchFormat | None,
+        trials: Trials,
         *,
         keeps_samples: bool,
         has_digest: bool,
-        shares_draws: bool,
     ):
         self._whole, self._own = collate, KeepingSamples(collate) if keeps_samples else collate
-        self._share, self._format, self._has_digest = share, format, has_digest
+        self._share, self._has_digest = share, has_digest
         self._dp = Axis(dp.name, dp.size, dp.rank)  # a process group cannot be sent to a worker
-        self._reads_whole: bool | None = None if dp.size > 1 and shares_draws else False  # None: not known yet
+        self._trial, self._trials = Trial(collate, dp, share, keeps_samples=keeps_samples), trials
 
-    def __call__(self, samples: list[Any]) -> tuple[int, Portion, tuple[Any, ...]]:
-        """Return a digest of the samples, this rank's portion, and a warning with its arguments, if there is one."""
-        rows, warning = len(samples), ()
-        share = self._share(rows, self._dp)
-        if self._reads_whole is None:
-            warning = self._decide(samples, share)
-        if self._reads_whole:
-            batch: Any = cut_rows(self._whole(samples), share, rows, self._format)
+    def __call__(self, samples: list[Any]) -> tuple[int, Portion, Verdict | None]:
+        """Return a digest of the samples, this rank's portion, and what follows from a trial, if there was one."""
+        rows, code = len(samples), digest(samples) if self._has_digest else 0
+        share, trials, verdict = self._share(rows, self._dp), self._trials, None
+        if trials.reads_whole:
+            batch: Any = cut_rows(self._whole(samples), share, rows, trials.format)
+        elif trials.left > 0:
+            alone, finding = self._trial.of(samples, rows, RandomStates(self._whole))
+            batch, verdict = trials.settle(alone, finding, share, rows, self._dp.size)
+            trials.take(verdict, is_told=False)
         else:
             batch = self._own(samples[share.low : share.high])
-        return digest(samples) if self._has_digest else 0, portion_of(share, batch, rows), warning
-
-    def _decide(self, samples: list[Any], share: Share) -> tuple[Any, ...]:
-        """Find out from a batch whether batches are read whole, and return what is to be told of that."""
-        # A copy is tried, for a collate function that counts its calls, or takes entries out of its samples.
-        try:
-            collate, tried = copy.deepcopy((self._whole, samples))
-        except Exception:  # what cannot be copied, such as a lock
-            collate, tried = self._whole, samples
-        before = RandomStates(collate)
-        batch = collate(tried)
-        is_drawn = not before.are_unchanged
-        before.restore()
-        self._reads_whole = is_drawn and own_rows(batch, share, len(samples), self._format) is not None
-        if not is_drawn:
-            return ()
-        return (READS_WHOLE, self._dp.size, self._dp.size) if self._reads_whole else (NOT_CUT, type(batch).__name__)
+        return code, portion_of(share, batch, rows), verdict
 
 
 class _After(IterableDataset[Any]):

@@ -13,6 +13,7 @@ from torch.autograd.graph import Node as GraphNode
 from meshwright.autograd import Node, TensorFunction
 from meshwright.errors import ItemCountError, PlanError
 from meshwright.mesh.axes import Axis
+from meshwright.parallel.batch.batch_slices import slices
 from meshwright.parallel.batch.loss_gradients import LossGradients
 from meshwright.parallel.collectives import all_gather
 from meshwright.parallel.tensor_checks import require
@@ -94,6 +95,8 @@ class GlobalMean:
             micro_batches: their number.
         """
         ranks = all_gather(self._with_items(counts.double(), num_items)[None], self.dp)
+        if num_items is None:
+            slices.see(ranks)
         by_counts = self._divisors_of(ranks, len(counts), has_items=False)
         self._divisors = by_counts, self._divisors_of(ranks, len(counts), has_items=num_items is not None)
         self._micro_batches, self._seen, self.has_miscounted = micro_batches, None, None
@@ -113,6 +116,8 @@ class GlobalMean:
             num_items: the ``num_items_in_batch`` that this rank's program passed, if any.
         """
         ranks = all_gather(self._with_items(counts.double(), num_items)[None], self.dp)
+        if num_items is None:
+            slices.see(ranks)
         return self._divisors_of(ranks, len(counts), has_items=num_items is not None)
 
     def known_divisors(self, counts: Tensor, num_items: Tensor | float | None = None) -> Tensor:
@@ -165,6 +170,8 @@ class GlobalMean:
         ranks = all_gather(own[None], self.dp)
         size = len(sums)
         if self._divisors is None:
+            if num_items is None:
+                slices.see(ranks[:, size:])
             divisors = self._divisors_of(ranks[:, size:], size, has_items=num_items is not None)
         else:
             divisors = self._divisors[num_items is not None]

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from meshwright.faults.statement import Statement
+from meshwright.parallel.batch.batch_slices import slices
 from meshwright.parallel.batch.mean_over_ranks import TARGETS, valid_labels, without_targets
 from meshwright.temporarily import temporarily
 
@@ -109,6 +110,7 @@ def yield_next(share: BatchShare | None) -> None:
     A wrapper of a loader that reads ahead makes the call again.
     """
     _process.yielded, _process.passed, _process.has_passed = share, None, False
+    slices.enter_pass(None)
 
 
 def taken() -> Statement | None:
@@ -125,7 +127,16 @@ def taken() -> Statement | None:
 
 def enter_pass(inputs: Iterable[object]) -> None:
     """Record that a forward pass begins with these inputs."""
+    inputs = list(inputs)
     _process.passed, _process.has_passed = BatchShare.of(inputs), True
+    slices.enter_pass(_process.passed if any(map(_is_part, inputs)) else None)
+
+
+def _is_part(x: object) -> bool:
+    """Return whether a tensor has some of the rows of a loader's tensor, one after the other."""
+    if type(x) is not Tensor or (base := x._base) is None or base not in _process.shares:
+        return False
+    return x.ndim == base.ndim > 0 and len(x) < len(base) and x.shape[1:] == base.shape[1:]
 
 
 def labels_beside(inputs: Iterable[object]) -> Tensor | None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from meshwright.faults.guard import Guard
 from meshwright.mesh.axes import Axis
+from meshwright.parallel.batch.fixed_inputs import FixedInputs
 from meshwright.parallel.batch.items import BatchFormat
 from meshwright.parallel.batch.schema import Batch, BatchSchema
 from meshwright.parallel.batch.share import cut
@@ -66,7 +67,7 @@ class SplitForward(BatchStep):
         super().__init__(model)
         self.plan, self.dp, self.syncs, self.loss, self.format = plan, dp, syncs, loss, format
         self.scale, self.keeps_logits = scale, keeps_logits
-        self.writes = WritesPerPiece(model, guard)
+        self.writes, self.fixed = WritesPerPiece(model, guard), FixedInputs("Each micro-batch")
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         batch = self.batch_of(args, kwargs)
@@ -74,6 +75,7 @@ class SplitForward(BatchStep):
         if not (self.model.training and torch.is_grad_enabled() and schema.targets is not None):
             return self.method(*args, **kwargs)
         check_inputs(batch)
+        self.fixed.see(schema)
         count = count_micro_batches(self.plan, schema.rows, self.dp)
         pieces = Pieces(schema.row_counts(count), keeps=self.keeps_logits, mean=self.loss.mean)
         # num_items_in_batch counts the whole batch, so the divisors are computed before the batch is split.

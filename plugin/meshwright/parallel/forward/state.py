@@ -17,6 +17,7 @@ from meshwright.faults.guard import Guard
 from meshwright.faults.statement import Statement
 from meshwright.mesh.axes import Mesh
 from meshwright.parallel.autograd_graph import scale_gradient
+from meshwright.parallel.batch.batch_slices import slices
 from meshwright.parallel.batch.items import BatchFormat
 from meshwright.parallel.batch.longest_position import LongestPosition
 from meshwright.parallel.batch.mixed_rows import BatchStatistics
@@ -106,6 +107,7 @@ class ForwardState:
         self._ends: list[Callable[[], object]] = []  # called at the end of each running call; the outermost first
         self._outermost: nn.Module | None = None  # the module whose call is running
         yield_next(None)  # what loaders gave before was not for this model
+        slices.begin()
         self._signatures: dict[nn.Module, inspect.Signature] = {}
         for module in {id(x): x for x in (self.model, *self.inner)}.values():
             self._signatures[module] = inspect.signature(module.forward)

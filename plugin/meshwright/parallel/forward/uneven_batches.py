@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import Node as GraphNode
 
 from meshwright.mesh.axes import Axis
@@ -76,14 +76,15 @@ class UnevenBatches:
         if not self.is_on or not self._outputs:
             return
         for node in self._nodes_from([loss.grad_fn for loss in losses if isinstance(loss, Tensor)]):
-            # Another model's loss is none of this one's.
-            if node.name().startswith("NllLoss") and any(
-                below._sequence_nr() in self._outputs for below in self._nodes_from([node])
-            ):
+            if not node.name().startswith("NllLoss"):
+                continue
+            below = list(self._nodes_from([node]))
+            is_own = any(x._sequence_nr() in self._outputs for x in below)
+            if is_own or _is_of_features(below):  # another model's loss is none of this one's
                 with contextlib.suppress(RuntimeError):  # a graph that was freed, of which torch itself tells
                     # The program's hooks on saved tensors, such as those that offload, may unpack a tensor only once.
                     if node._raw_saved_target.unpack_hook is None:
-                        self._see_cross_entropy(node)
+                        self._see_cross_entropy(node, is_own=is_own)
 
     def _nodes_from(self, nodes: list[Any]) -> Iterator[Any]:
         """Yield the autograd nodes that some nodes lead to, and that are not older than this model's output."""
@@ -96,9 +97,9 @@ class UnevenBatches:
             yield node
             nodes += [following for following, _ in node.next_functions]
 
-    def _see_cross_entropy(self, node: Any) -> None:
+    def _see_cross_entropy(self, node: Any, *, is_own: bool) -> None:
         """Count what torch divides a mean by, labels or their weights, and see if the labels number the rows."""
-        if node._saved_reduction == _MEAN:
+        if is_own and node._saved_reduction == _MEAN:
             self._divisor = node._saved_total_weight.detach() + (0 if self._divisor is None else self._divisor)
             self._has_weights |= node._saved_weight is not None
         if not self._is_left_out:
@@ -193,6 +194,15 @@ class UnevenBatches:
             "callable that counts in a batch instead",
             said_of_ranks(ranks, "labels, by their weights" if self._has_weights else "labels or tokens that count"),
         )
+
+
+def _is_of_features(nodes: Sequence[Any]) -> bool:
+    """Return whether a loss is computed from plain tensors alone, such as features that a model gave without a graph.
+
+    Their gradients reach the model by another backward pass, in which nothing shows what the loss was.
+    """
+    leaves = [node.variable for node in nodes if node.name().endswith("AccumulateGrad")]
+    return bool(leaves) and not any(isinstance(leaf, nn.Parameter) for leaf in leaves)
 
 
 def said_of_ranks(ranks: list[list[float]], counted: str = "labels or tokens that count") -> str:

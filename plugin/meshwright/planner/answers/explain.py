@@ -167,7 +167,7 @@ def reasons(found: Search) -> Iterator[tuple[str, str]]:
 
 
 def warnings(found: Search) -> list[str]:
-    """Return the warnings about the job and the device, each after an empty line."""
+    """Return the warnings about the model, the job and the device, each after an empty line."""
     return [line for warning in warnings_of(found) for line in ("", f"Warning: {warning}.")]
 
 

@@ -50,8 +50,8 @@ def band_warning(found: Search) -> str | None:
 
 
 def warnings_of(found: Search) -> list[str]:
-    """Return the warnings about the job and the device."""
-    return [warning for warning in (batch_warning(found.job), band_warning(found)) if warning is not None]
+    """Return the warnings about the model, the job and the device."""
+    return list(filter(None, (found.shape.assumed, batch_warning(found.job), band_warning(found))))
 
 
 def expert_line(found: Search, plan: Candidate) -> str:

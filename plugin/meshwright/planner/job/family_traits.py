@@ -8,6 +8,18 @@ from typing import Any, Literal
 
 from meshwright.plan.context_methods import METHODS
 
+# Families whose sizes were compared with those of transformers' own modules. Of others a Llama's layers are assumed.
+COMPARED = frozenset(
+    {
+        "apertus", "arcee", "biogpt", "bitnet", "bloom", "codegen", "cohere", "cohere2", "cohere_compass_text", "ctrl",
+        "cwm", "ernie4_5", "exaone4", "falcon", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt-sw3", "gpt2",
+        "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_neox_japanese", "gptj", "granite", "granite_swa", "helium",
+        "hunyuan_v1_dense", "hyperclovax", "internlm3", "iquestcoder", "jais2", "lfm2", "llama", "ministral",
+        "ministral3", "mistral", "modernbert-decoder", "mpt", "nanochat", "nemotron", "olmo", "olmo2", "olmo3",
+        "openai-gpt", "opt", "persimmon", "phi", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "stablelm",
+        "starcoder2", "vaultgemma", "xglm",
+    }
+)  # fmt: skip
 # Families whose MLP has two matrices, up and down. The config does not show this: BitNet's MLP has the same activation
 # as Arcee's, but is gated.
 NOT_GATED = frozenset(
@@ -33,9 +45,7 @@ _TIED = frozenset(
 UNKNOWN_SIZES = {
     "gemma4_text": "the heads of its layers are of different widths",
     "gemma4_unified_text": "the heads of its layers are of different widths",
-    "minicpm3": "it uses latent attention",
     "moshi": "its MLP is half as wide as its config says",
-    "youtu": "it uses latent attention",
 }
 
 # Families whose attention does not call transformers' attention interface, which context parallelism works through.

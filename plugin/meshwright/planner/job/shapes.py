@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Self
 
@@ -16,6 +16,7 @@ from meshwright.planner.job.adapters import Lora
 from meshwright.planner.job.config_file import LAYERS, WIDTH, WrongConfigError, read_config
 from meshwright.planner.job.experts import ExpertShape
 from meshwright.planner.job.family_traits import (
+    COMPARED,
     LEARNED_POSITIONS,
     NOT_GATED,
     UNKNOWN_SIZES,
@@ -27,10 +28,12 @@ from meshwright.planner.job.family_traits import (
     traits_of,
 )
 from meshwright.planner.job.measured import Held, MeasuredLayer, TowerShape
+from meshwright.printable import printable
 from meshwright.schema import shown
 
 _NO_WINDOW = frozenset({"llama", "olmo", "olmo2", "gemma"})  # families whose code ignores the config's window
 _STATES = re.compile(r"conv_kernel|conv_dim|conv1d|d_conv|conv_L_cache|lru_width|ssm_|state_size|linear_num_key")
+_EXPERTS = re.compile(r"expert|moe(_|$)")
 _ALIASES: dict[str, tuple[str, ...]] = {
     "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
     "hidden": ("hidden_size", "n_embd", "d_model"),
@@ -195,6 +198,8 @@ class ModelShape:
         runs: the layers, as runs of equal layers in the order of the model.
         vocab: rows of the embedding.
         tied: whether embedding and head are one matrix.
+        classes: rows of a classifier's head; None for a language model, whose head has a row for each token.
+        assumed: what is assumed of a model that the planner does not know, as a warning; empty if it is known.
         positions: rows of a learned position table; 0 for rotary positions or ALiBi.
         towers: the weights beside the decoder, such as an encoder of images; None if there are none.
         tower_layers: how many layers have as much work as the towers, which are on the first stage of a pipeline.
@@ -214,15 +219,29 @@ class ModelShape:
     runs: tuple[LayerShape, ...]
     vocab: int
     tied: bool = False
+    classes: int | None = None
+    assumed: str = ""
     positions: int = 0
     towers: TowerShape | None = None
     tower_layers: float = 0.0
     least_on_first: int = 1
 
     @classmethod
-    def of(cls, *, name: str, layers: int, vocab: int, tied: bool = False, positions: int = 0, **sizes: Any) -> Self:
+    def of(
+        cls,
+        *,
+        name: str,
+        layers: int,
+        vocab: int,
+        tied: bool = False,
+        classes: int | None = None,
+        assumed: str = "",
+        positions: int = 0,
+        **sizes: Any,
+    ) -> Self:
         """Return a model whose layers are alike; ``sizes`` are those of a ``LayerShape``."""
-        return cls(name=name, runs=(LayerShape(count=layers, **sizes),), vocab=vocab, tied=tied, positions=positions)
+        runs = (LayerShape(count=layers, **sizes),)
+        return cls(name=name, runs=runs, vocab=vocab, tied=tied, classes=classes, assumed=assumed, positions=positions)
 
     def __post_init__(self) -> None:
         for run in self.runs:
@@ -284,9 +303,14 @@ class ModelShape:
         return (self.vocab + self.positions) * self.hidden
 
     @property
+    def outputs(self) -> int:
+        """The rows of the output head."""
+        return self.vocab if self.classes is None else self.classes
+
+    @property
     def head_parameters(self) -> int:
         """Elements of the output head; 0 if it shares its matrix with the embedding."""
-        return 0 if self.tied else self.vocab * self.hidden
+        return 0 if self.tied else self.outputs * self.hidden
 
     @property
     def parameters(self) -> int:
@@ -327,7 +351,7 @@ class ModelShape:
         A parameter of a matmul counts six operations, or four if it is frozen; of experts those of the chosen ones
         count. Causal attention is added. Recompute is not counted.
         """
-        matmul = self.vocab * self.hidden + sum(run.count * run.active_matrices for run in self.runs)
+        matmul = self.outputs * self.hidden + sum(run.count * run.active_matrices for run in self.runs)
         scores = sum(12 * run.count * run.query_width * run.attended(seq_len) for run in self.runs)
         if lora is None:
             return 6 * matmul + scores
@@ -360,13 +384,16 @@ def name_of(source: Any) -> str:
     return read_config(source)[1]
 
 
-def describe(source: Any, *, name: str | None = None) -> ModelShape:
+def describe(source: Any, *, name: str | None = None, architecture: str | None = None) -> ModelShape:
     """Return the shape of a dense decoder from its transformers config.
+
+    A model that the planner does not know is described as one with Llama's layers; ``assumed`` says so.
 
     Args:
         source: a config as a dict, a config object (anything with ``to_dict``), the path of a config.json, or the path
             of a directory that contains one.
         name: name of the model (default: the name in the path or the config).
+        architecture: class of the model, which shows its head (default: the first of the config's ``architectures``).
 
     Raises:
         PlanError: the file cannot be read, the model is not a decoder, a field is missing, or a size is below one.
@@ -391,15 +418,16 @@ def describe(source: Any, *, name: str | None = None) -> ModelShape:
             f"{name} has mixers beside attention ({states[0]}), whose sizes its modules show, and not its config. Give "
             "the model itself, or pass a plan: plan='dp2', plan='dp2 zero3' or plan='pp2'"
         )
+    architecture = architecture or next(iter(config.get("architectures") or ()), "")
+    classes, has_own_code = _classes(str(architecture), config), bool(config.get("auto_map"))
     if isinstance(config.get("text_config"), Mapping):
         config = {**config["text_config"], "tie_word_embeddings": config.get("tie_word_embeddings", False)}
     family = str(config.get("model_type", ""))
-    if family in UNKNOWN_SIZES:
+    if why := _why_unknown(family, config):
         raise PlanError(
-            f"{name}: the planner does not know the sizes of {family}: {UNKNOWN_SIZES[family]}. Pass a plan: "
+            f"{name}: the planner does not know the sizes of {family}: {why}. Pass a plan: "
             "ToDistributedConfig(plan=ParallelPlan(...))"
         )
-
     found = {field: _field(config, field) for field in _ALIASES}
     missing = [_ALIASES[field][0] for field in ("layers", "hidden", "heads", "vocab") if found[field] is None]
     if found["ffn"] is None:
@@ -416,7 +444,35 @@ def describe(source: Any, *, name: str | None = None) -> ModelShape:
                 f"{name}: {_ALIASES[key][0]}={shown(value)} must be a positive integer, and a size that a model can "
                 "have; correct the config"
             )
-    return _shape(name, family, config, found)
+    shape = _shape(name, family, config, found)
+    shape = replace(shape, classes=classes, tied=shape.tied and classes is None)
+    if family in COMPARED and not has_own_code:
+        return shape
+    what = "the config names code of its own (auto_map)" if has_own_code else f"model_type={shown(family)} is unknown"
+    return replace(
+        shape,
+        assumed=f"{what}, so the planner assumes a dense decoder with layers like Llama's, of {shape.parameters:,} "
+        "parameters. If the model has another number of them, memory and time differ as much",
+    )
+
+
+def _classes(architecture: str, config: Mapping[str, Any]) -> int | None:
+    """Return the rows of the head of a classifier; None for a language model."""
+    if architecture.endswith("ForQuestionAnswering"):  # the first and the last token of the answer
+        return 2
+    if not architecture.endswith(("ForSequenceClassification", "ForTokenClassification")):
+        return None
+    return int(config.get("num_labels") or len(config.get("id2label") or ()) or 2)
+
+
+def _why_unknown(family: str, config: Mapping[str, Any]) -> str | None:
+    """Return why a model's sizes do not follow from the usual fields of its config; None if they may."""
+    if (rank := config.get("kv_lora_rank")) is not None:
+        return f"it uses latent attention (kv_lora_rank={rank})"
+    if family not in COMPARED and family not in UNKNOWN_SIZES:
+        found = [f"{printable(key)}={x}" for key, x in config.items() if _EXPERTS.search(key) and type(x) is int and x > 1]
+        return f"its config speaks of experts ({', '.join(found)})" if found else None
+    return UNKNOWN_SIZES.get(family)
 
 
 def _states(config: Mapping[str, Any]) -> list[str]:

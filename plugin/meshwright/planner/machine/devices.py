@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -27,6 +28,7 @@ class Device:
         shares_host: whether the device is the host's processor, whose cores the processes share. Kernels are not
             asynchronous on it, so the time to launch a kernel adds to the kernel's time.
         source: where these figures come from.
+        matches: names by which the driver calls it, in small letters; a name has all words of one of them.
     """
 
     name: str
@@ -42,6 +44,7 @@ class Device:
     sustained_8bit: float = 0.72
     shares_host: bool = False
     source: str = ""
+    matches: tuple[str, ...] = ()
 
     @property
     def is_cpu(self) -> bool:
@@ -67,74 +70,89 @@ CATALOGUE: Mapping[str, Device] = {
             name="a100-40", memory=40 * _GIB, flops=312 * _T, bandwidth=1555 * _GB, fast_link=300 * _GB,
             slow_link=25 * _GB, sustained=0.869,
             source=_NVIDIA + "A100 SXM 40 GB; HGX: 8 x 200 Gb/s",
+            matches=("a100",),
         ),
         Device(
             name="a100-80", memory=80 * _GIB, flops=312 * _T, bandwidth=2039 * _GB, fast_link=300 * _GB,
             slow_link=25 * _GB, sustained=0.869,
             source=_NVIDIA + "A100 SXM 80 GB; HGX: 8 x 200 Gb/s",
+            matches=("a100",),
         ),
         Device(
             name="h100-sxm", memory=80 * _GIB, flops=989 * _T, flops_8bit=1979 * _T, bandwidth=3350 * _GB,
             fast_link=450 * _GB, slow_link=50 * _GB, sustained=0.803, sustained_8bit=0.709,
             source=_NVIDIA + "H100 SXM; HGX: 8 x 400 Gb/s",
+            matches=("h100",),
         ),
         Device(
             name="h100-96", memory=96 * _GIB, flops=800 * _T, flops_8bit=1600 * _T, bandwidth=2400 * _GB,
             fast_link=450 * _GB, slow_link=50 * _GB, sustained=0.803, sustained_8bit=0.709,
             source="arXiv 2411.01783, appendix A: H100 with 96 GB of HBM2e, limited to 500 W, 800 TF/s in 16 bits; the "
             "8-bit rate is twice that; efficiencies of h100-sxm",
+            matches=("h100 96gb",),
         ),
         Device(
             name="h100-pcie", memory=80 * _GIB, flops=756 * _T, flops_8bit=1513 * _T, bandwidth=2000 * _GB,
             fast_link=50 * _GB, slow_link=25 * _GB, source=_NVIDIA + "H100 PCIe; PCIe 5 x16 between devices",
+            matches=("h100 pcie",),
         ),
         Device(
             name="h800", memory=80 * _GIB, flops=989 * _T, flops_8bit=1979 * _T, bandwidth=3350 * _GB,
             fast_link=200 * _GB, slow_link=50 * _GB, sustained=0.803, sustained_8bit=0.709,
             source="an H100 SXM whose NVLink is limited to 400 GB/s in both directions; efficiencies of h100-sxm",
+            matches=("h800",),
         ),
         Device(
             name="h200", memory=141 * _GB, flops=989 * _T, flops_8bit=1979 * _T, bandwidth=4800 * _GB,
             fast_link=450 * _GB, slow_link=50 * _GB, sustained=0.803, sustained_8bit=0.734,
             source=_NVIDIA + "H200 SXM; HGX: 8 x 400 Gb/s",
+            matches=("h200",),
         ),
         Device(
             name="b200", memory=180 * _GB, flops=2250 * _T, flops_8bit=4500 * _T, flops_4bit=9000 * _T,
             bandwidth=7700 * _GB, fast_link=900 * _GB, slow_link=50 * _GB, sustained=0.776, sustained_8bit=0.763,
             source=_NVIDIA + "HGX B200, per device; 8 x 400 Gb/s",
+            matches=("b200",),
         ),
         Device(
             name="b300", memory=270 * _GB, flops=2250 * _T, flops_8bit=4500 * _T, flops_4bit=13500 * _T,
             bandwidth=7700 * _GB, fast_link=900 * _GB, slow_link=100 * _GB, sustained=0.776, sustained_8bit=0.763,
             source=_NVIDIA + "HGX B300, per device; 8 x 800 Gb/s; efficiencies of B200",
+            matches=("b300",),
         ),
         Device(
             name="gb200", memory=186 * _GB, flops=2500 * _T, flops_8bit=5000 * _T, flops_4bit=10000 * _T,
             bandwidth=8000 * _GB, fast_link=900 * _GB, slow_link=50 * _GB, fast_domain=72, sustained=0.729,
             sustained_8bit=0.723, source=_NVIDIA + "GB200 NVL72, per device",
+            matches=("gb200",),
         ),
         Device(
             name="gb300", memory=279 * _GB, flops=2500 * _T, flops_8bit=5000 * _T, flops_4bit=15000 * _T,
             bandwidth=8000 * _GB, fast_link=900 * _GB, slow_link=100 * _GB, fast_domain=72, sustained=0.729,
             sustained_8bit=0.723, source=_NVIDIA + "GB300 NVL72, per device; efficiencies of GB200",
+            matches=("gb300",),
         ),
         Device(
             name="l40s", memory=48 * _GIB, flops=362 * _T, flops_8bit=733 * _T, bandwidth=864 * _GB,
             fast_link=25 * _GB, slow_link=12.5 * _GB, source=_NVIDIA + "L40S; PCIe 4 x16 between devices",
+            matches=("l40s",),
         ),
         Device(
             name="h20", memory=96 * _GB, flops=148 * _T, flops_8bit=296 * _T, bandwidth=4000 * _GB,
             fast_link=450 * _GB, slow_link=50 * _GB, source=_NVIDIA + "H20 SXM; HGX: 8 x 400 Gb/s",
+            matches=("h20",),
         ),
         Device(
             name="l4", memory=24 * _GB, flops=121 * _T, flops_8bit=242 * _T, bandwidth=300 * _GB,
             fast_link=25 * _GB, slow_link=1.56 * _GB,
             source=_NVIDIA + "L4; PCIe 4 x16 between devices; cloud nodes of 8: 100 Gb/s for all",
+            matches=("l4",),
         ),
         Device(
             name="a10g", memory=24 * _GB, flops=70 * _T, bandwidth=600 * _GB, fast_link=12.5 * _GB,
             slow_link=1.56 * _GB,
             source=_NVIDIA + "A10G; PCIe 4 through the host; AWS g5.48xlarge: 100 Gb/s for 8 devices",
+            matches=("a10g",),
         ),
         Device(
             name="gaudi3", memory=128 * _GB, flops=1835 * _T, flops_8bit=1835 * _T, bandwidth=3700 * _GB,
@@ -145,34 +163,41 @@ CATALOGUE: Mapping[str, Device] = {
             name="rtx-4090", memory=24 * _GIB, flops=165 * _T, flops_8bit=330 * _T, bandwidth=1008 * _GB,
             fast_link=20 * _GB, slow_link=12.5 * _GB,
             source=_NVIDIA + "Ada white paper, 16 bits with fp32 sums; PCIe 4 through the host, no peer access",
+            matches=("rtx 4090",),
         ),
         Device(
             name="v100-16", memory=16 * _GIB, flops=125 * _T, bandwidth=900 * _GB, fast_link=150 * _GB,
             slow_link=12.5 * _GB, source=_NVIDIA + "V100 SXM2 16 GB",
+            matches=("v100",),
         ),
         Device(
             name="v100-32", memory=32 * _GIB, flops=125 * _T, bandwidth=900 * _GB, fast_link=150 * _GB,
             slow_link=12.5 * _GB, source=_NVIDIA + "V100 SXM2 32 GB",
+            matches=("v100",),
         ),
         Device(
             name="mi300x", memory=192 * _GIB, flops=1307 * _T, flops_8bit=2615 * _T, bandwidth=5300 * _GB,
             fast_link=448 * _GB, slow_link=50 * _GB, sustained=0.514, sustained_8bit=0.5,
             source="AMD data sheet MI300X, dense; 7 xGMI links of 64 GB/s",
+            matches=("mi300x",),
         ),
         Device(
             name="mi325x", memory=256 * _GB, flops=1307 * _T, flops_8bit=2615 * _T, bandwidth=6000 * _GB,
             fast_link=448 * _GB, slow_link=50 * _GB, sustained=0.514, sustained_8bit=0.5,
             source="AMD data sheet MI325X, dense; 7 xGMI links of 64 GB/s; efficiencies of mi300x",
+            matches=("mi325x",),
         ),
         Device(
             name="mi350x", memory=288 * _GB, flops=2307 * _T, flops_8bit=4614 * _T, flops_4bit=9228 * _T,
             bandwidth=8000 * _GB, fast_link=537 * _GB, slow_link=50 * _GB, sustained=0.514, sustained_8bit=0.5,
             source="AMD data sheet MI350X, dense; 7 xGMI links of 76.8 GB/s; efficiencies of mi300x",
+            matches=("mi350x",),
         ),
         Device(
             name="mi355x", memory=288 * _GB, flops=2517 * _T, flops_8bit=5033 * _T, flops_4bit=10066 * _T,
             bandwidth=8000 * _GB, fast_link=537 * _GB, slow_link=50 * _GB, sustained=0.514, sustained_8bit=0.5,
             source="AMD data sheet MI355X, dense; 7 xGMI links of 76.8 GB/s; efficiencies of mi300x",
+            matches=("mi355x",),
         ),
         Device(
             name="cpu", memory=16 * _GIB, flops=0.1 * _T, bandwidth=20 * _GB, fast_link=2 * _GB, slow_link=1 * _GB,
@@ -242,6 +267,24 @@ def device(name: str) -> Device:
         f"--gpu {name!r} is not in the catalogue; nearest: {', '.join(near)}. All: {', '.join(CATALOGUE)}; short "
         f"names: {aliases}. For any other device, give its data sheet: {spec}"
     )
+
+
+def device_of_driver(name: str, memory: float) -> Device | None:
+    """Return the device of the catalogue that the driver calls by a name; None if the catalogue has none.
+
+    Args:
+        name: the name, as in ``torch.cuda.get_device_name()``.
+        memory: the bytes of the device, which tell variants of one name apart.
+
+    Example:
+        >>> device_of_driver("NVIDIA H100 PCIe", 80e9).name
+        'h100-pcie'
+    """
+    words = set(re.split(r"[^a-z0-9]+", name.lower()))
+    found = [(len(match.split()), x) for x in CATALOGUE.values() for match in x.matches if words >= set(match.split())]
+    most = max((count for count, _ in found), default=0)
+    named = [known for count, known in found if count == most]
+    return min(named, key=lambda known: abs(known.memory - memory), default=None)
 
 
 _SPEC = {  # word of --gpu-spec -> (field, unit, its name)

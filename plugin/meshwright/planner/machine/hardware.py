@@ -269,7 +269,7 @@ class HardwareProfile:
         try:
             content["coefficients"] = Coefficients(**content["coefficients"])
             if content.get("device") is not None:
-                content["device"] = Device(**content["device"])
+                content["device"] = Device(**{**content["device"], "matches": ()})
             content["points"] = tuple(Measurement(**point) for point in content.get("points", ()))
             return cls(**content)
         except (KeyError, TypeError) as error:

@@ -63,7 +63,7 @@ def parameters(shape: ModelShape, plan: Candidate) -> Iterator[Parameter]:
         yield from _layer(layer, plan, index)
     yield _seen_in_part(hidden, tp, plan.sequence_parallel, shape.layers)
     if not shape.tied:
-        yield Parameter(numel=words * hidden, layer=shape.layers)
+        yield Parameter(numel=-(-shape.outputs // tp) * hidden, layer=shape.layers)
 
 
 def adapters(shape: ModelShape, plan: Candidate, lora: Lora) -> Iterator[Parameter]:

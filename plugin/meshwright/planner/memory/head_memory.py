@@ -95,7 +95,7 @@ def logit_bytes(shape: ModelShape, b: int) -> int:
 
 
 def _words(shape: ModelShape, plan: Candidate, logits: Logits) -> int:
-    return shape.vocab if logits == "gathered" else -(-shape.vocab // plan.tp)
+    return shape.outputs if logits == "gathered" else -(-shape.outputs // plan.tp)
 
 
 def _is_whole(plan: Candidate, logits: Logits) -> bool:

@@ -237,7 +237,7 @@ class _Stage:
         dense = sum(count * run.dense_parameters for count, run in held) + shape.hidden
         split = dense - replicated + (shape.embedding_parameters if self.rank == 0 else 0)
         if self.is_last and (self.rank > 0 or not shape.tied):
-            split += shape.vocab * shape.hidden
+            split += shape.outputs * shape.hidden
         experts = sum(count * run.expert_parameters for count, run in held)
         if all(run.held for run in shape.runs):
             split -= sum(count * (run.dense_parameters - run.norm_parameters) for count, run in held)
@@ -314,7 +314,7 @@ class _Stage:
         if not job.own_runtime or plan.schedule == "gpipe":
             # The 16-bit logits, a saved 32-bit copy, and two temporary 32-bit tensors in backward.
             rows = plan.micro_batch * job.seq_len / plan.cp
-            return (12 + job.activation_bytes) * rows * shape.vocab / plan.tp
+            return (12 + job.activation_bytes) * rows * shape.outputs / plan.tp
         sizes = shape, plan, plan.micro_batch * local_tokens(job.seq_len, plan.cp), job.activation_bytes
         is_frozen = job.lora is not None
         logits = head_peak(*sizes, cpu=job.on_cpu, logits=job.logits, frozen=is_frozen)
@@ -327,8 +327,8 @@ class _Stage:
         shape, plan, job = self.shape, self.plan, self.job
         if plan.zero_stage < 3 or self.shards == 1:
             return 0.0
-        ends = shape.vocab * shape.hidden if self.rank == 0 or self.is_last else 0
-        unit = max(ends / plan.tp, *(sum(run.rank_parameters(plan.tp, plan.ep)) for run in shape.runs))
+        rows = shape.vocab if self.rank == 0 else shape.outputs if self.is_last else 0
+        unit = max(rows * shape.hidden / plan.tp, *(sum(run.rank_parameters(plan.tp, plan.ep)) for run in shape.runs))
         return 2 * unit * job.weight_bytes + unit * job.gradient_bytes
 
     def new_gradients(self, saved: Saved, elements: float) -> float:

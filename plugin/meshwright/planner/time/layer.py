@@ -281,7 +281,7 @@ class LayerModel:
 
     def head(self, plan: Candidate, job: Job) -> Work:
         """Return the seconds of the head and the loss for one micro-batch; the vocabulary is sharded over tp."""
-        rows, columns = plan.micro_batch * job.seq_len / plan.cp, self.shape.vocab / plan.tp
+        rows, columns = plan.micro_batch * job.seq_len / plan.cp, self.shape.outputs / plan.tp
         # 16-bit logits and a 32-bit loss have 14 bytes per logit, each of which is moved about twice.
         loss = self.k.loss * self._passes(2 * (12 + job.activation_bytes) * rows * columns)
         matmul, of_weight = self.matmul(rows, self.shape.hidden, columns), int(job.lora is None)
