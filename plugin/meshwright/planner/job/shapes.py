@@ -470,7 +470,8 @@ def _why_unknown(family: str, config: Mapping[str, Any]) -> str | None:
     if (rank := config.get("kv_lora_rank")) is not None:
         return f"it uses latent attention (kv_lora_rank={rank})"
     if family not in COMPARED and family not in UNKNOWN_SIZES:
-        found = [f"{printable(key)}={x}" for key, x in config.items() if _EXPERTS.search(key) and type(x) is int and x > 1]
+        counts = ((key, x) for key, x in config.items() if type(x) is int and x > 1)
+        found = [f"{printable(key)}={x}" for key, x in counts if _EXPERTS.search(key)]
         return f"its config speaks of experts ({', '.join(found)})" if found else None
     return UNKNOWN_SIZES.get(family)
 
