@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node as GraphNode
 
 from meshwright.autograd import Node, TensorFunction
+from meshwright.temporarily import temporarily
+
+_end = SimpleNamespace(is_reached=False)
 
 
 def tensors_in(output: object) -> Iterator[Tensor]:
@@ -75,7 +80,12 @@ def scale_gradient(x: Tensor, factor: float) -> Tensor:
 
 def in_backward() -> bool:
     """Return whether autograd runs backward on this thread. A layer that runs during backward is being recomputed."""
-    return torch._C._current_graph_task_id() != -1
+    return torch._C._current_graph_task_id() != -1 and not _end.is_reached
+
+
+def after_backward() -> contextlib.AbstractContextManager[None]:
+    """Count what runs inside this context as after backward, although autograd has not returned from the pass yet."""
+    return temporarily(_end, is_reached=True)
 
 
 class _ScaleGradient(TensorFunction):

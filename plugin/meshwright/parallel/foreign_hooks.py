@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from torch import Tensor, nn
+from torch import nn
 
 # Hooks of these libraries are on every model, or only move and record tensors.
 _LIBRARIES = ("meshwright", "meshwright_hf", "torch", "transformers", "accelerate", "peft", "trl", "deepspeed")
@@ -36,12 +36,6 @@ def _other_hooks_of(module: nn.Module) -> list[Callable[..., object]]:
         every._global_backward_pre_hooks,
     )
     return [hook for hooks in found for hook in hooks.values()]
-
-
-def has_gradient_hooks(parameter: Tensor) -> bool:
-    """Return whether the program has hooks on a parameter's gradient."""
-    hooks = (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None))
-    return any(is_foreign(hook) for of in hooks if of for hook in of.values())
 
 
 def is_foreign(hook: Callable[..., object]) -> bool:

@@ -236,6 +236,6 @@ class _OwnElements:
             raise ValueError(
                 f"{layout_of(self.flat.parameters[self.index]).name} was changed inside of a backward pass, by a "
                 "gradient that is this rank's own: under ZeRO stage 3 gradients are reduced after it, and each rank "
-                "holds other elements. Move the change out of the hook, and let an optimizer make it: loss.backward(); "
-                "optimizer.step()"
+                "holds other elements. Make the change in a hook on the parameter's gradient, which runs after the "
+                "reduction: parameter.register_post_accumulate_grad_hook(hook)"
             )

@@ -193,6 +193,24 @@ class ReduceScatter:
             parameter.grad = gradient
         self._arrived.add(id(parameter))
 
+    def part(self, parameter: nn.Parameter) -> Tensor | None:
+        if parameter.grad is None:
+            return None
+        for piece in self._slices_of.get(id(parameter), ()):
+            return None if piece.shard.grad is None else piece.shard.grad.as_subclass(Tensor)
+        return torch.empty(0, dtype=self._with[id(parameter)].bucket.dtype, device=parameter.device)
+
+    def put(self, parameter: nn.Parameter, part: Tensor | None) -> None:
+        parameter.grad = None if part is None else HeldGradient.stand_in(parameter)
+        for piece in self._slices_of.get(id(parameter), ()):
+            piece.shard.grad = None if part is None else LocalGradient.of(part)
+
+    def layout(self, parameter: nn.Parameter) -> TensorLayout:
+        return self._with[id(parameter)].layout(parameter)
+
+    def is_unsynced(self, parameter: nn.Parameter) -> bool:
+        return self._with[id(parameter)].unsynced is not None
+
     def hold(self, bucket: Bucket) -> None:
         sharded = self._of[id(bucket)]
         if any(has_gradient(p) for p in bucket.parameters):
