@@ -18,11 +18,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from meshwright.autograd import Node, TensorFunction
 from meshwright.errors import PlanError
 from meshwright.layout.tensor_layout import TensorLayout, layout_of
 from meshwright.mesh.axes import Mesh
-from meshwright.parallel.autograd_graph import after_backward, in_backward
+from meshwright.parallel.autograd_graph import InPass, after_backward, in_backward, take_kept_node
 from meshwright.parallel.collectives import maximum
 from meshwright.parallel.gradients.whole_gradient import on_every_rank
 from meshwright.parallel.shards.reads import reading_shards, values_of
@@ -126,12 +125,15 @@ class _Managed:
         reduced: where its gradient is after a pass; None if only other stages of the pipeline have it.
         arriving: the hooks of ``register_hook``.
         accumulated: the hooks of ``register_post_accumulate_grad_hook``.
+        earlier: a tensor whose graph has the node of autograd that the parameter had before the call, if it has another
+            now.
     """
 
     parameter: nn.Parameter
     reduced: ReducedGradients | None
     arriving: ProgramHooks
     accumulated: ProgramHooks
+    earlier: Tensor | None
 
     @property
     def part(self) -> Tensor | None:
@@ -194,7 +196,9 @@ class GradientHooks:
             arriving = ProgramHooks(arrive, parameter._backward_hooks, self, parameter)
             after = ProgramHooks(accumulated, parameter._post_accumulate_grad_hooks, self, parameter)
             parameter._backward_hooks, parameter._post_accumulate_grad_hooks = arriving, after
-        managed = self._managed[id(parameter)] = _Managed(parameter, reduced, arriving, after)
+        managed = self._managed[id(parameter)] = _Managed(
+            parameter, reduced, arriving, after, take_kept_node(parameter)
+        )
         if needs_arrival:
             arriving.turn_on()
         if needs_gradient:
@@ -313,12 +317,13 @@ class GradientHooks:
                 for one, dtype, has_before in found:
                     self._run_one(one, dtype, has_before)
 
-            if all(_is_executed(one.parameter) for one, _, _ in found):
+            earlier = [one.earlier for one, _, _ in found if one.earlier is not None]
+            if not earlier and all(_is_executed(one.parameter) for one, _, _ in found):
                 run()
                 return
-            # Hooks of several tensors count how many of these the running pass reaches, so here it must be all.
+            # Hooks of several tensors count how many of these the running pass reaches, which is here to be all.
             with torch.enable_grad(), reading_shards():
-                root = _Pass.apply(run, *(one.parameter for one, _, _ in found))
+                root = InPass.apply(run, *(one.parameter for one, _, _ in found), *earlier)
             root.backward()
 
     def _agreed(self) -> list[tuple[_Managed, torch.dtype, bool]]:
@@ -360,7 +365,8 @@ class GradientHooks:
                 part = before.add_(part)
         if one.accumulated:
             with reading_shards():
-                whole = self._whole(part, one, dtype) if has_before else given
+                # Hooks of the first kind may have kept what they saw.
+                whole = self._whole(part, one, dtype) if has_before else given.clone() if one.arriving else given
                 kept = _kept(whole, dtype)
             with whole_gradient(parameter, whole):
                 for hook in one.accumulated.values():
@@ -419,17 +425,3 @@ def _is_executed(parameter: nn.Parameter) -> bool:
     with reading_shards():
         node = torch.autograd.graph.get_gradient_edge(parameter).node
     return torch._C._will_engine_execute_node(node)
-
-
-class _Pass(TensorFunction):
-    """A backward pass that reaches some parameters, without gradients, and calls a function."""
-
-    @staticmethod
-    def forward(ctx: Node, run: Callable[[], None], *parameters: Tensor) -> Tensor:
-        ctx.run, ctx.count = run, len(parameters)
-        return torch.zeros(())
-
-    @staticmethod
-    def backward(ctx: Node, grad: Tensor) -> tuple[None, ...]:
-        ctx.run()
-        return tuple([None] * (1 + ctx.count))

@@ -61,6 +61,12 @@ def values_of(x: object) -> Values | None:
     return getattr(x, "__dict__", {}).get(VALUES_OF)
 
 
+def own_shape(x: Tensor) -> torch.Size:
+    """Return the shape of what this rank has of a tensor, where ``x.shape`` is that of the whole tensor."""
+    with reading_shards():
+        return x.shape
+
+
 def plain_name(name: str) -> str:
     """Return an operation's name without the affixes of its in-place and list variants."""
     return name.strip("_").removeprefix("foreach_")
