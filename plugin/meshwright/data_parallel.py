@@ -146,7 +146,7 @@ class DataParallel(nn.Module):
                 last_bytes=int(last_comm_buffer_size * MB),
                 accumulate_in_float32=False,
             )
-            hooks = runtime.gradients.hooks = GradientHooks(runtime.mesh)
+            hooks = runtime.gradients.hooks = GradientHooks(runtime.mesh, model.parameters())
             if runtime.comparison is not None:
                 runtime.comparison.hooks = hooks
             meet = functools.partial(runtime.meet_over, axis)

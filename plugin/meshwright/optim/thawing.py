@@ -55,7 +55,7 @@ class TrainedParameters:
         self.stage = 0 if stage == 1 and optimizer is None else stage
         self.parameters: list[nn.Parameter] = []
         self.syncs = syncs
-        self.hooks = GradientHooks(runtime.mesh)
+        self.hooks = GradientHooks(runtime.mesh, model.parameters())
         self.zero: ReduceScatter | None = None
         self._watch = _Watch(model)
         self._known: set[int] = set()

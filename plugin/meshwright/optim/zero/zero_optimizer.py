@@ -26,7 +26,7 @@ from meshwright.optim.zero.ownership import EqualSlices, sliced
 from meshwright.optim.zero.whole_weights import WholeWeights
 from meshwright.parallel.collectives import all_gather, all_reduce, start_reduce_scatter
 from meshwright.parallel.gradients.buckets import Bucket, has_gradient, make_buckets
-from meshwright.parallel.shards.reads import reading_shards, values_of
+from meshwright.parallel.shards.reads import own_shape, reading_shards, values_of
 from meshwright.parallel.shards.sharded_parameter import LocalGradient
 from meshwright.parallel.shards.stand_in import HeldGradient, is_cleared, is_stand_in
 
@@ -104,7 +104,7 @@ class ShardedBucket:
     def layout(self, parameter: nn.Parameter) -> TensorLayout:
         """Return which elements of a parameter each rank steps."""
         (offset,) = (o for p, o in zip(self.bucket.parameters, self.bucket.offsets, strict=True) if p is parameter)
-        rows = self.ownership.rows(offset, parameter.shape.numel(), self.bucket.numel)
+        rows = self.ownership.rows(offset, own_shape(parameter).numel(), self.bucket.numel)
         return sliced(layout_of(parameter), rows)
 
     def gather_gradients(self) -> Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -153,14 +153,16 @@ class GradientHooks:
 
     Args:
         mesh: the axes over which the gradients are spread.
+        parameters: all parameters of the model, in its order.
 
     Attributes:
         is_running: whether the program's hooks are being called.
     """
 
-    def __init__(self, mesh: Mesh):
+    def __init__(self, mesh: Mesh, parameters: Iterable[nn.Parameter]):
         self.is_running = False
         self._mesh = mesh
+        self._order = {id(parameter): place for place, parameter in enumerate(parameters)}
         self._is_off = False
         self._managed: dict[int, _Managed] = {}
         self._hooked: dict[int, _Managed] = {}
@@ -260,7 +262,7 @@ class GradientHooks:
         self._end = weakref.ref(end)  # only autograd keeps it, so a pass that raises drops it
         torch.autograd.Variable._execution_engine.queue_callback(end)
         hooked = [one for one in self._hooked.values() if one.arriving or one.accumulated]
-        self._of_pass = sorted(hooked, key=lambda one: layout_of(one.parameter).name)
+        self._of_pass = sorted(hooked, key=lambda one: self._order[id(one.parameter)])
         self._positions = {}
         for reduced in dict.fromkeys(one.reduced for one in self._of_pass):
             if reduced is not None:
@@ -303,21 +305,22 @@ class GradientHooks:
         self._positions[id(parameter)] = len(self._positions)
 
     def _run(self) -> None:
-        with torch.no_grad(), after_backward(), temporarily(self, is_running=True):
-            with reading_shards():
-                found = self._agreed()
-                arrived = {id(one.parameter) for one, _, _ in found}
-                for one in self._of_pass:
-                    if id(one.parameter) not in arrived:
-                        one.put(self._before.get(id(one.parameter)))
-            if not found:
-                return
+        with torch.no_grad(), reading_shards():
+            found = self._agreed()
+            arrived = {id(one.parameter) for one, _, _ in found}
+            for one in self._of_pass:
+                if id(one.parameter) not in arrived:
+                    one.put(self._before.get(id(one.parameter)))
+        if not found:
+            return
 
-            def run() -> None:
+        def run() -> None:
+            with torch.no_grad(), after_backward():
                 for one, dtype, has_before in found:
                     self._run_one(one, dtype, has_before)
 
-            earlier = [one.earlier for one, _, _ in found if one.earlier is not None]
+        earlier = [one.earlier for one, _, _ in found if one.earlier is not None]
+        with temporarily(self, is_running=True):
             if not earlier and all(_is_executed(one.parameter) for one, _, _ in found):
                 run()
                 return
@@ -329,20 +332,19 @@ class GradientHooks:
     def _agreed(self) -> list[tuple[_Managed, torch.dtype, bool]]:
         """Return what has a gradient on any rank, in the order of arrival, which is the same on every rank.
 
-        Each comes with the dtype of the gradient, and whether there was one before the pass.
+        Each comes with the dtype of the gradient, and whether there was one before the pass. A pipeline's stages
+        compute all of their gradients before these arrive, so there the order is that of the model from its end.
         """
-        pp, count = self._mesh.pp, len(self._of_pass)
-        last = count * pp.size
+        count, is_staged = len(self._of_pass), self._mesh.pp.size > 1
         rows = []
-        for one in self._of_pass:
+        for index, one in enumerate(self._of_pass):
             part, before = one.part, self._before[id(one.parameter)]
             row = [0, 0, int(before is not None)]
             if part is not None:
-                position = self._positions.get(id(one.parameter), count - 1) + count * (pp.size - 1 - pp.rank)
-                row[:2] = last - min(position, last - 1), 1 + _DTYPES.index(part.dtype)
+                arrived = self._positions.get(id(one.parameter), count - 1)
+                row[:2] = count - (count - 1 - index if is_staged else arrived), 1 + _DTYPES.index(part.dtype)
             rows.append(row)
-        device = self._of_pass[0].parameter.device
-        numbers = torch.tensor(rows, dtype=torch.int64, device=device)
+        numbers = torch.tensor(rows, dtype=torch.int64, device=self._of_pass[0].parameter.device)
         for axis in self._mesh.factors.values():
             maximum(numbers, axis)
         found = sorted(enumerate(numbers.tolist()), key=lambda item: -item[1][0])

@@ -206,6 +206,8 @@ class GradientSync:
 
     def accumulated(self, parameter: nn.Parameter) -> None:
         """Called after a gradient was added to ``parameter.grad``."""
+        if self.hooks.is_running:
+            return
         self.begin()
         if self.hooks.are_any:
             self.hooks.accumulated(parameter)
