@@ -20,7 +20,9 @@ from transformers import AutoModelForCausalLM
 
 import meshwright as mw
 from meshwright.errors import OptimizerMismatchError, PlanError
+from meshwright.mesh.axes import Mesh
 from meshwright.parallel.fake_passes.live_bytes import LiveBytes
+from meshwright.parallel.gradients.program_hooks import GradientHooks
 from meshwright.parallel.gradients.sync import GradientSync
 from support.exact import Float64, relative_difference
 from support.models import FAMILIES, SIZES, build, labels_for, tokens
@@ -405,6 +407,7 @@ def test_a_pass_that_cannot_wait_is_synchronised_under_no_sync() -> None:
     class Nothing:
         can_wait = False
 
-    sync = GradientSync([], tp=functools.partial, reduction=Nothing())  # type: ignore[arg-type]
+    hooks = GradientHooks(Mesh(), [])
+    sync = GradientSync([], tp=functools.partial, reduction=Nothing(), hooks=hooks)  # type: ignore[arg-type]
     with sync.no_sync():
         assert sync._enabled

@@ -360,7 +360,7 @@ class GradientHooks:
             kept = _kept(given, dtype)
         for hook in one.arriving.values():
             if (changed := hook(given)) is not None:
-                given = self._checked(changed, hook, one, dtype)
+                given = self._whole_again(_checked(changed, hook, one), one, dtype)
         with reading_shards():
             part = self._own(given, kept, part, one, dtype)
             if before is not None and part is not None:
@@ -374,47 +374,50 @@ class GradientHooks:
                 for hook in one.accumulated.values():
                     hook(parameter)
                 left = parameter.grad
-            left = None if left is None else self._checked(left, "p.grad", one, dtype)
+            left = None if left is None else _checked(left, "of .grad", one)
             with reading_shards():
                 part = None if left is None else self._own(left, kept, part, one, dtype)
         with reading_shards():
             one.put(part)
 
-    def _whole(
-        self, part: Tensor | None, one: _Managed, dtype: torch.dtype, layout: TensorLayout | None = None
-    ) -> Tensor:
+    def _whole(self, part: Tensor | None, one: _Managed, dtype: torch.dtype) -> Tensor:
         """Return the whole of a gradient of which each rank has a part, in the dtype of the parameter."""
-        parameter, layout = one.parameter, layout or one.layout
-        if part is None:  # of another stage, or a part without an element that is not zero
-            part = torch.zeros(layout.local_numel, dtype=dtype, device=parameter.device)
-        return on_every_rank(part.to(dtype), layout, self._mesh).to(parameter.dtype)
+        if part is None:  # of another stage, or a part in which no element is not zero
+            part = torch.zeros(one.layout.local_numel, dtype=dtype, device=one.parameter.device)
+        return on_every_rank(part.to(dtype), one.layout, self._mesh).to(one.parameter.dtype)
+
+    def _whole_again(self, result: Tensor, one: _Managed, dtype: torch.dtype) -> Tensor:
+        """Return what a hook has made of a gradient, whole on every rank."""
+        if one.layout.is_staged or is_shard(result):  # the values of the parameter may be in it
+            with reading_shards():
+                return self._whole(self._own(result, None, None, one, dtype), one, dtype)
+        return result.detach().to(one.parameter.dtype)
 
     def _own(
-        self, whole: Tensor, kept: Tensor | None, part: Tensor | None, one: _Managed, dtype: torch.dtype
+        self, result: Tensor, kept: Tensor | None, part: Tensor | None, one: _Managed, dtype: torch.dtype
     ) -> Tensor | None:
-        """Return this rank's elements of what hooks have left of a whole gradient."""
+        """Return this rank's elements of what hooks have left of a gradient."""
         if not one.layout.is_held:
             return None
-        if kept is not None and part is not None and torch.equal(whole, kept):
-            return part  # which has bits that the dtype of the parameter lacks
-        return one.layout.take(whole).reshape(-1).to(dtype)
-
-    def _checked(self, result: object, hook: object, one: _Managed, dtype: torch.dtype) -> Tensor:
-        """Return what a hook has made of a gradient, whole; raise as torch does if it cannot be one."""
-        if not isinstance(result, Tensor):
-            raise TypeError(f"expected Variable, but hook {hook!r} returned {type(result).__name__}")
-        if result.shape != one.layout.shape:
-            raise RuntimeError(
-                f"hook {hook!r} has changed the size of the gradient of {layout_of(one.parameter).name} from "
-                f"{list(one.layout.shape)} to {list(result.shape)}"
-            )
-        if not is_shard(result):
-            return result.detach().to(one.parameter.dtype)
-        with reading_shards():  # made from the parameter, of which this rank has a part
+        if is_shard(result):
             values = values_of(result)
-            own = result.as_subclass(Tensor).reshape(-1) if values is None else values.own()
-            layout = layout_of(one.parameter) if values is None else one.layout
-            return self._whole(own if layout.is_held else None, one, dtype, layout)
+            own = one.layout.own(result.as_subclass(Tensor)) if values is None else values.own()
+            return own.detach().to(dtype)
+        if kept is not None and part is not None and torch.equal(result, kept):
+            return part  # which has bits that the dtype of the parameter lacks
+        return one.layout.take(result.detach()).reshape(-1).to(dtype)
+
+
+def _checked(result: object, hook: object, one: _Managed) -> Tensor:
+    """Return what a hook has made of a gradient; raise as torch does if it cannot be one."""
+    if not isinstance(result, Tensor):
+        raise TypeError(f"expected Variable, but hook {hook!r} returned {type(result).__name__}")
+    if result.shape != one.layout.shape:
+        raise RuntimeError(
+            f"hook {hook!r} has changed the size of the gradient of {layout_of(one.parameter).name} from "
+            f"{list(one.layout.shape)} to {list(result.shape)}"
+        )
+    return result
 
 
 def _kept(gradient: Tensor, dtype: torch.dtype) -> Tensor | None:

@@ -35,7 +35,7 @@ from meshwright.parallel.dropout_streams import DropoutStreams
 from meshwright.parallel.gradients.program_hooks import GradientHooks
 from meshwright.parallel.replicas.digests import OF_OPTIMIZER, CopiedRows, Digests, copied_rows, parted
 from meshwright.parallel.replicas.state import ModuleTensors, optimizer_digest
-from meshwright.parallel.shards.reads import reading_shards
+from meshwright.parallel.shards.reads import own_shape, reading_shards
 
 ADVICE = (
     "Each rank steps a replica of the same weights. After one more step the replicas differ permanently, and averaged "
@@ -293,7 +293,7 @@ class ReplicaComparison:
         state = self._optimizer.state.get(parameter, {})
 
         def take(x: Tensor) -> Tensor | None:
-            return rows.of(x) if rows.start is None or x.shape == parameter.shape else None
+            return rows.of(x) if rows.start is None or x.shape == own_shape(parameter) else None
 
         total, rest = optimizer_digest(state, nothing.device, take)
         rest_there = torch.full_like(nothing, rest) if rest else nothing

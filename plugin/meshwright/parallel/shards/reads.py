@@ -67,6 +67,12 @@ def own_shape(x: Tensor) -> torch.Size:
         return x.shape
 
 
+def own_nbytes(x: Tensor) -> int:
+    """Return the number of bytes of what this rank has of a tensor."""
+    with reading_shards():
+        return x.nbytes
+
+
 def plain_name(name: str) -> str:
     """Return an operation's name without the affixes of its in-place and list variants."""
     return name.strip("_").removeprefix("foreach_")

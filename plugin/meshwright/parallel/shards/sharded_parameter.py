@@ -181,7 +181,7 @@ def _property(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> objec
     if name in VALUES[1:]:
         raise unreadable(f".{name}", owner)
     if is_set and name in ("data", "grad") and isinstance(args[1], Tensor) and not isinstance(args[1], StandIn):
-        args = owner, _own_part(args[1], owner)
+        args = owner, _own_part(args[1], owner, is_gradient=name == "grad")
     if name == "data" and is_set and isinstance(owner, ShardedParameter):
         with reading_shards():
             is_alike = args[1].shape == owner.shape
@@ -219,12 +219,14 @@ def _in_hook(func: Any, args: tuple[Any, ...]) -> Tensor | None:
     return None
 
 
-def _own_part(value: Tensor, owner: Tensor) -> Tensor:
+def _own_part(value: Tensor, owner: Tensor, *, is_gradient: bool) -> Tensor:
     """Return this rank's part of a tensor that the program gives as the whole; any other tensor as it is."""
     layout = layout_if_any(owner)
     with reading_shards():
-        is_whole = layout is not None and layout.is_held and value.shape == layout.shape != owner.shape
-    return layout.take(value) if layout is not None and is_whole else value
+        if layout is None or not layout.is_held or value.shape != layout.shape or value.shape == owner.shape:
+            return value
+    own = layout.take(value)
+    return LocalGradient.of(own, layout) if is_gradient else own
 
 
 def _on_elements(
