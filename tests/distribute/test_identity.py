@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from harness import WorkerError
+from meshwright.parallel.shards.reads import own_shape
 from support.exact import Float64
 from support.logs import logged
 from support.models import build
@@ -119,7 +120,8 @@ def build_without_memory(plan: dict[str, Any]) -> list[Any]:
         all(after[name] is parameter and not parameter.is_meta for name, parameter in before.items()),
         all(p.tag == name and p.requires_grad == ("norm" not in name) for name, p in model.named_parameters()),
         sorted(heard) == sorted(n for n, p in model.named_parameters() if p.requires_grad),
-        "tp" not in plan or any(p.shape != shapes[n] for n, p in before.items()),
+        all(p.shape == shapes[n] for n, p in before.items()),
+        "tp" not in plan or any(own_shape(p) != shapes[n] for n, p in before.items()),
         not any(hasattr(p, "_meshwright_recipe") for p in after.values()),  # which would keep the whole tape alive
     ]
 

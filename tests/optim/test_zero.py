@@ -27,6 +27,7 @@ from meshwright.parallel.gradients.sync import GradientSync
 from support.exact import Float64, relative_difference
 from support.models import FAMILIES, SIZES, build, labels_for, tokens
 from support.optimizers import OfOneNorm
+from support.own_gradients import on_arrival
 from support.parity import TOLERANCE, largest_differences, pool_for, reference
 from support.reference import train_family
 from support.tiers import crossing, crossings
@@ -295,7 +296,7 @@ def losses_after_a_failed_pass(fails: bool) -> list[float]:
         loss = model(**_batch()).loss
         if fails and step == 1:
             other = model(**_batch()).loss
-            gate = model.model.layers[0].self_attn.q_proj.weight.register_hook(_raise)
+            gate = on_arrival(model.model.layers[0].self_attn.q_proj.weight, _raise)
             with pytest.raises(ArithmeticError):
                 other.backward()
             gate.remove()

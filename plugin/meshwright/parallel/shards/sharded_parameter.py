@@ -64,7 +64,7 @@ class Shard(StandIn):
     @classmethod
     def run(cls, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name == "grad" and _WHOLE_GRADIENT in vars(args[0]):
-            return _in_hook(func, args)
+            return vars(args[0])[_WHOLE_GRADIENT]
         if name in cls.FREE or (func.__name__ == "__get__" and name not in VALUES):
             if name.startswith("_amp_") and (watching := active_guard()) is not None:
                 watching.hint = SCALER
@@ -180,6 +180,9 @@ def _property(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> objec
     name, owner, is_set = func.__self__.__name__, args[0], func.__name__ == "__set__"
     if name in VALUES[1:]:
         raise unreadable(f".{name}", owner)
+    if name == "grad" and _WHOLE_GRADIENT in vars(owner):
+        vars(owner)[_WHOLE_GRADIENT] = args[1] if is_set else None
+        return None
     if is_set and name in ("data", "grad") and isinstance(args[1], Tensor) and not isinstance(args[1], StandIn):
         args = owner, _own_part(args[1], owner, is_gradient=name == "grad")
     if name == "data" and is_set and isinstance(owner, ShardedParameter):
@@ -207,16 +210,6 @@ def _view(x: Tensor) -> Tensor:
     view.__dict__.update({key: value for key, value in vars(x).items() if key in ("meshwright", VALUES_OF)})
     become(view, Shard)
     return view
-
-
-def _in_hook(func: Any, args: tuple[Any, ...]) -> Tensor | None:
-    """Get, set or delete the whole gradient that a hook of the program sees."""
-    owner, *new = args
-    if func.__name__ == "__get__":
-        gradient: Tensor | None = vars(owner)[_WHOLE_GRADIENT]
-        return gradient
-    vars(owner)[_WHOLE_GRADIENT] = new[0] if new else None
-    return None
 
 
 def _own_part(value: Tensor, owner: Tensor, *, is_gradient: bool) -> Tensor:
