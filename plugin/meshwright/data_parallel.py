@@ -35,7 +35,7 @@ from meshwright.optim.runtime import Runtime, attach, device_of, find_runtime, r
 from meshwright.parallel.autograd_graph import tensors_in, unused_parameters
 from meshwright.parallel.batch.mixed_rows import refused_option
 from meshwright.parallel.gradients.buckets import Bucket, group_parameters, make_buckets
-from meshwright.parallel.gradients.program_hooks import GradientHooks
+from meshwright.parallel.gradients.gradient_hooks import GradientHooks
 from meshwright.parallel.gradients.sync import AllReduce, GradientSync
 from meshwright.parallel.replicas.comparison import ReplicaComparison
 from meshwright.parallel.replicas.replicate_model import broadcast_tensors, check_agreement, describe_tensors

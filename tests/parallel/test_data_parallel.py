@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import meshwright as mw
 from support.exact import relative_difference
-from support.replicas import (
 from support.own_gradients import on_arrival
+from support.replicas import (
     SMALL,
     Gradients,
     assert_all_equal,

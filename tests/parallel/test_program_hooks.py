@@ -89,7 +89,7 @@ def check_hooked(plan: dict[str, Any], pool: Any) -> None:
 
 TWO = [
     {"dp": 2},
-    SP,
+    {**SP, "gradient_accumulation_steps": 2},
     {"dp": 2, "zero_stage": 1},
     {"dp": 2, "zero_stage": 3, "gradient_accumulation_steps": 2},
     {"pp": 2, "micro_batch_size": 2},

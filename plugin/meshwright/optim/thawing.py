@@ -16,7 +16,7 @@ from meshwright.optim.zero.ownership import EqualSlices, stepped_over
 from meshwright.optim.zero.sliced_optimizer import bind_optimizer, step_slices
 from meshwright.optim.zero.zero_optimizer import ReduceScatter, ShardedBucket, lay_out
 from meshwright.parallel.gradients.buckets import make_buckets
-from meshwright.parallel.gradients.program_hooks import GradientHooks
+from meshwright.parallel.gradients.gradient_hooks import GradientHooks
 from meshwright.parallel.gradients.sync import AllReduce, GradientSync
 from meshwright.parallel.shards.reads import reading_shards
 from meshwright.plan.flat_offsets import IN_FLIGHT

@@ -24,7 +24,7 @@ from meshwright.layout.tensor_layout import TensorLayout, layout_of
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.collectives import start_all_reduce
 from meshwright.parallel.gradients.buckets import Bucket, has_part
-from meshwright.parallel.gradients.program_hooks import GradientHooks, ReducedGradients
+from meshwright.parallel.gradients.gradient_hooks import GradientHooks, ReducedGradients
 from meshwright.parallel.shards.reads import reading_shards
 from meshwright.parallel.shards.sharded_parameter import LocalGradient
 from meshwright.plan.flat_offsets import IN_FLIGHT

@@ -32,7 +32,7 @@ from meshwright.mesh.axes import Axis, Mesh
 from meshwright.parallel.async_numbers import Gathered, is_deferred
 from meshwright.parallel.batch.loss_gradients import LossGradients
 from meshwright.parallel.dropout_streams import DropoutStreams
-from meshwright.parallel.gradients.program_hooks import GradientHooks
+from meshwright.parallel.gradients.gradient_hooks import GradientHooks
 from meshwright.parallel.replicas.digests import OF_OPTIMIZER, CopiedRows, Digests, copied_rows, parted
 from meshwright.parallel.replicas.state import ModuleTensors, optimizer_digest
 from meshwright.parallel.shards.reads import own_shape, reading_shards

@@ -65,14 +65,6 @@ class StandIn(Tensor):
         if name in _OF_WHOLE and (layout := layout_if_any(args[0])) is not None:
             with reading_shards():
                 dtype = args[0].dtype
-                if args[0].shape != layout.shape:  # AUDIT
-                    import sys  # AUDIT
-
-                    frame = sys._getframe(1)  # AUDIT
-                    while "/torch/" in frame.f_code.co_filename:
-                        frame = frame.f_back  # AUDIT
-                    with open("/tmp/params-work/audit.txt", "a") as f:
-                        f.write(f"{frame.f_code.co_filename}:{frame.f_lineno} {name}\n")  # AUDIT
             return func(_like(layout.shape, dtype), *args[1:], **(kwargs or {}))
         return cls.run(func, name, args, kwargs or {})
 
