@@ -116,7 +116,7 @@ def _set_values(parameter: nn.Parameter, values: Tensor) -> None:
     torch._C._swap_tensor_impl(parameter, made)
     parameter._backward_hooks = parameter._backward_hooks  # restores torch's record of the hooks, which the swap moved
     parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
-    made._backward_hooks = made._post_accumulate_grad_hooks = None  # of the memory that the kept node knows
+    made._backward_hooks, made._post_accumulate_grad_hooks = {}, {}  # of the memory that the kept node knows
     if type(made) is not nn.Parameter:  # a fake tensor, while a plan is traced
         parameter.__class__ = type(made)
         vars(parameter).update(vars(made))
