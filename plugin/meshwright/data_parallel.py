@@ -35,6 +35,7 @@ from meshwright.optim.runtime import Runtime, attach, device_of, find_runtime, r
 from meshwright.parallel.autograd_graph import tensors_in, unused_parameters
 from meshwright.parallel.batch.mixed_rows import refused_option
 from meshwright.parallel.gradients.buckets import Bucket, group_parameters, make_buckets
+from meshwright.parallel.gradients.gradient_hooks import GradientHooks
 from meshwright.parallel.gradients.sync import AllReduce, GradientSync
 from meshwright.parallel.replicas.comparison import ReplicaComparison
 from meshwright.parallel.replicas.replicate_model import broadcast_tensors, check_agreement, describe_tensors
@@ -145,9 +146,11 @@ class DataParallel(nn.Module):
                 last_bytes=int(last_comm_buffer_size * MB),
                 accumulate_in_float32=False,
             )
-            self._sync = GradientSync(
-                buckets, tp=Axis("tp"), reduction=AllReduce(axis), meet=functools.partial(runtime.meet_over, axis)
-            )
+            hooks = runtime.gradients.hooks = GradientHooks(runtime.mesh, model.parameters())
+            if runtime.comparison is not None:
+                runtime.comparison.hooks = hooks
+            meet = functools.partial(runtime.meet_over, axis)
+            self._sync = GradientSync(buckets, tp=Axis("tp"), reduction=AllReduce(axis), hooks=hooks, meet=meet)
         syncs = runtime.gradients.syncs = [] if self._sync is None else [self._sync]
         # The model keeps the syncs alive, so that gradients are averaged even if only the model is kept.
         object.__setattr__(model, "_meshwright_syncs", syncs)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from harness import WorkerError
+from meshwright.parallel.shards.reads import own_shape
 from support.exact import Float64
 from support.logs import logged
 from support.models import build
@@ -119,7 +120,8 @@ def build_without_memory(plan: dict[str, Any]) -> list[Any]:
         all(after[name] is parameter and not parameter.is_meta for name, parameter in before.items()),
         all(p.tag == name and p.requires_grad == ("norm" not in name) for name, p in model.named_parameters()),
         sorted(heard) == sorted(n for n, p in model.named_parameters() if p.requires_grad),
-        "tp" not in plan or any(p.shape != shapes[n] for n, p in before.items()),
+        all(p.shape == shapes[n] for n, p in before.items()),
+        "tp" not in plan or any(own_shape(p) != shapes[n] for n, p in before.items()),
         not any(hasattr(p, "_meshwright_recipe") for p in after.values()),  # which would keep the whole tape alive
     ]
 
@@ -137,14 +139,12 @@ def test_a_second_optimizer_under_zero_is_named(plan: dict[str, Any], pool2: Any
         pool2.run(two_optimizers_one_of_them_passed, plan)
 
 
-def step_in_a_hook(plan: Plan, trains_norms: bool = True) -> dict[str, Tensor]:
+def step_in_a_hook(plan: Plan) -> dict[str, Tensor]:
     """The optimizer-in-backward of torch's tutorial."""
     with Float64():
         model = build("llama").double()
-        for parameter in model.parameters():
-            parameter.requires_grad_(trains_norms or parameter.ndim > 1)
         model, _, loader = distribute(plan, model, None, batches(3))
-        optimizers = {p: torch.optim.AdamW([p], lr=1e-2) for p in model.parameters() if p.requires_grad}
+        optimizers = {p: torch.optim.AdamW([p], lr=1e-2) for p in model.parameters()}
 
         def step(parameter: Tensor) -> None:
             optimizers[parameter].step()
@@ -158,11 +158,12 @@ def step_in_a_hook(plan: Plan, trains_norms: bool = True) -> dict[str, Tensor]:
 
 
 def test_a_step_inside_backward(pool2: Any) -> None:
-    """Row 19: an error wherever a gradient is reduced after it; equal where none is."""
-    assert worst(pool2.run(step_in_a_hook, TP2)[0], step_in_a_hook(None)) < 1e-9
-    for plan in (DP2, SP, ZERO[2]):
-        with pytest.raises(WorkerError, match=r"AdamW\.step\(\) ran inside of a backward pass, on "):
-            pool2.run(step_in_a_hook, plan)
+    """Row 19: the hook sees the reduced gradient, so the step is that of one device."""
+    expected = step_in_a_hook(None)
+    for plan in (DP2, TP2, SP):
+        assert worst(pool2.run(step_in_a_hook, plan)[0], expected) < 1e-9
+    with pytest.raises(WorkerError, match=r"OptimizerMismatchError: this AdamW was not distributed with the model"):
+        pool2.run(step_in_a_hook, ZERO[2])
 
 
 def step_by_hand_in_a_hook(plan: Plan, kind: str) -> dict[str, Tensor]:
@@ -186,19 +187,12 @@ def step_by_hand_in_a_hook(plan: Plan, kind: str) -> dict[str, Tensor]:
     return weights_of(model, plan)
 
 
-@pytest.mark.parametrize(
-    ("plan", "kind", "error"),
-    [
-        (ZERO[2], "accumulated", r"ValueError: .* was changed inside of a backward pass"),
-        (ZERO[2], "arriving", r"ValueError: .* was changed inside of a backward pass"),
-        (DP2, "accumulated", r"DivergenceError: .* no longer equal in step 1:[^$]*in a hook of the backward pass"),
-    ],
-    ids=str,
-)
-def test_a_step_by_hand_inside_backward(plan: dict[str, Any], kind: str, error: str, pool2: Any) -> None:
-    """Row 19: the gradient is this rank's own; replicas with such hooks are compared in the first step already."""
-    with pytest.raises(WorkerError, match=error):
-        pool2.run(step_by_hand_in_a_hook, plan, kind)
+def test_a_step_by_hand_inside_backward(pool2: Any) -> None:
+    """Row 19: by hooks of either kind, also where a rank has a part of the gradient."""
+    for kind in ("accumulated", "arriving"):
+        expected = step_by_hand_in_a_hook(None, kind)
+        for plan in (DP2, SP, ZERO[2]):
+            assert worst(pool2.run(step_by_hand_in_a_hook, plan, kind)[0], expected) < 1e-9
 
 
 def warnings_of_a_stranger(is_wrapped: bool) -> list[str]:

@@ -20,6 +20,7 @@ from meshwright.errors import DivergenceError
 from meshwright.optim.runtime import runtime_of
 from meshwright.parallel.dropout_streams import DropoutStreams
 from support.models import build, labels_for, tokens
+from support.own_gradients import on_arrival
 from support.tiers import crossings
 
 EVERY = 4  # steps between two comparisons of the weights
@@ -70,8 +71,9 @@ def train_with_a_scaler(plan: dict[str, Any], kind: type = torch.amp.GradScaler)
     run, steps = Run(plan), range(4)
     scaler = kind("cpu", init_scale=256.0)
     infinite = iter([number == 2 and dist.get_rank() == 0 for number in steps])
-    run.model.model.layers[0].self_attn.q_proj.weight.register_hook(
-        lambda grad: grad.index_fill(0, torch.tensor([0]), torch.inf) if next(infinite) else grad
+    on_arrival(
+        run.model.model.layers[0].self_attn.q_proj.weight,
+        lambda grad: grad.index_fill(0, torch.tensor([0]), torch.inf) if next(infinite) else grad,
     )
     for number in steps:
         ids = tokens(2, 12, seed=number)

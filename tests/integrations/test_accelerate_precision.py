@@ -14,6 +14,7 @@ import meshwright as mw
 from meshwright_hf.accelerate import prepare
 from support.accelerated import accelerator, dataset, losses_of
 from support.models import build
+from support.own_gradients import on_arrival
 from support.reference import make_optimizer
 from support.tiers import crossing
 from support.trainers import Rows, arguments, fresh_accelerate, make_trainer
@@ -54,7 +55,7 @@ def train_in_fp16(plan: dict[str, Any] | None) -> tuple[list[float], list[bool],
         skipped: list[bool] = []
         is_here = accelerate.process_index == 0
         norm = model.model.layers[0].input_layernorm
-        norm.weight.register_hook(lambda g: g * torch.inf if is_here and len(skipped) == 3 else g)
+        on_arrival(norm.weight, lambda g: g * torch.inf if is_here and len(skipped) == 3 else g)
         losses = []
         for batch in loader:
             loss = model(**batch).loss
@@ -93,7 +94,7 @@ def trainer_in_fp16(folder: Path, plan: dict[str, Any] | None, max_grad_norm: fl
         accelerate.scaler, accelerate.native_amp = torch.amp.GradScaler("cpu", init_scale=256.0), True
         is_here = accelerate.process_index == 0
         norm = trainer.model.model.layers[0].input_layernorm
-        norm.weight.register_hook(lambda g: g * torch.inf if is_here and trainer.state.global_step == 1 else g)
+        on_arrival(norm.weight, lambda g: g * torch.inf if is_here and trainer.state.global_step == 1 else g)
         trainer.train()
         logs = [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]
         return logs, accelerate.scaler.get_scale()

@@ -14,6 +14,7 @@ from meshwright.optim import overflow
 from meshwright.parallel.gradients.loss_scale import LossScale
 from support.exact import Float64, relative_difference
 from support.models import build, labels_for, tokens
+from support.own_gradients import on_arrival
 from support.tiers import crossings
 
 SP = {"tp": 2, "sequence_parallel": True}
@@ -46,7 +47,7 @@ def train(plan: dict[str, Any] | None, *, unscales: bool, fused: bool = False) -
         is_here = number in INFINITE and (plan is None or dist.get_rank() == 0)
         return gradient.index_fill(0, torch.tensor([0]), torch.inf) if is_here else gradient
 
-    model.get_parameter(ROW).register_hook(overflow)
+    on_arrival(model.get_parameter(ROW), overflow)
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=5)
     rank = 0 if plan is None else dist.get_rank() // (plan.get("tp", 1) * plan.get("cp", 1))
     for number in range(STEPS):

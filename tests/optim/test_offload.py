@@ -18,6 +18,7 @@ from meshwright.optim import offload
 from meshwright.optim.offload import HostSteps
 from meshwright.optim.zero import host_copy
 from support.models import build, labels_for, tokens
+from support.own_gradients import on_arrival
 from support.tiers import crossings
 
 SP = {"tp": 2, "sequence_parallel": True}
@@ -68,7 +69,7 @@ def train(
     for step in steps:
         ids = tokens(4, 12, seed=step).chunk(dp)[rank]
         weight = model.model.norm.weight
-        overflow = weight.register_hook(lambda x: x * torch.inf) if scales and step == 1 and rank == 0 else None
+        overflow = on_arrival(weight, lambda x: x * torch.inf) if scales and step == 1 and rank == 0 else None
         scaler.scale(model(input_ids=ids, labels=labels_for(ids)).loss).backward()
         if overflow is not None:
             overflow.remove()

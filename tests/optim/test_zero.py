@@ -20,11 +20,14 @@ from transformers import AutoModelForCausalLM
 
 import meshwright as mw
 from meshwright.errors import OptimizerMismatchError, PlanError
+from meshwright.mesh.axes import Mesh
 from meshwright.parallel.fake_passes.live_bytes import LiveBytes
+from meshwright.parallel.gradients.gradient_hooks import GradientHooks
 from meshwright.parallel.gradients.sync import GradientSync
 from support.exact import Float64, relative_difference
 from support.models import FAMILIES, SIZES, build, labels_for, tokens
 from support.optimizers import OfOneNorm
+from support.own_gradients import on_arrival
 from support.parity import TOLERANCE, largest_differences, pool_for, reference
 from support.reference import train_family
 from support.tiers import crossing, crossings
@@ -293,7 +296,7 @@ def losses_after_a_failed_pass(fails: bool) -> list[float]:
         loss = model(**_batch()).loss
         if fails and step == 1:
             other = model(**_batch()).loss
-            gate = model.model.layers[0].self_attn.q_proj.weight.register_hook(_raise)
+            gate = on_arrival(model.model.layers[0].self_attn.q_proj.weight, _raise)
             with pytest.raises(ArithmeticError):
                 other.backward()
             gate.remove()
@@ -405,6 +408,7 @@ def test_a_pass_that_cannot_wait_is_synchronised_under_no_sync() -> None:
     class Nothing:
         can_wait = False
 
-    sync = GradientSync([], tp=functools.partial, reduction=Nothing())  # type: ignore[arg-type]
+    hooks = GradientHooks(Mesh(), [])
+    sync = GradientSync([], tp=functools.partial, reduction=Nothing(), hooks=hooks)  # type: ignore[arg-type]
     with sync.no_sync():
         assert sync._enabled

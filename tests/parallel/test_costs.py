@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshwright as mw
@@ -133,7 +133,8 @@ def overlap(plan: dict[str, Any]) -> int:
     ids = tokens(2, LENGTH)
     started: list[int] = []
     with Traffic() as traffic:
-        model.model.embed_tokens.weight.register_hook(lambda _: started.append(traffic.calls.total()))
+        node: Any = get_gradient_edge(model.model.embed_tokens.weight).node
+        node.register_prehook(lambda _: started.append(traffic.calls.total()))
         loss = model(input_ids=ids, labels=ids).loss
         traffic.calls.clear()
         loss.backward()

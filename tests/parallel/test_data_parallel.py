@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import meshwright as mw
 from support.exact import relative_difference
+from support.own_gradients import on_arrival
 from support.replicas import (
     SMALL,
     Gradients,
@@ -321,7 +322,7 @@ def test_what_one_forward_leaves_unused_another_may_use(order: tuple[bool, bool]
 
 def pass_after_an_error() -> tuple[int, Gradients]:
     ddp = mw.DataParallel(net(), find_unused_parameters=True, **SMALL)
-    planned = ddp.first.weight.register_hook(_fail)
+    planned = on_arrival(ddp.first.weight, _fail)
     with counted() as sizes, pytest.raises(RuntimeError, match="planned"):
         loss_of(ddp(rows(dist.get_rank()))).backward()
     planned.remove()

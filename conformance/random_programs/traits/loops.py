@@ -109,7 +109,7 @@ def _halve_gradients(run: Run) -> None:
 
 
 add(Trait(name="a hook on gradients, before", kind="hook", build=_halve_gradients))
-add(Trait(name="a hook on gradients, after", kind="hook", may=TOLD, ready=_halve_gradients))
+add(Trait(name="a hook on gradients, after", kind="hook", ready=_halve_gradients))
 
 
 def _fill_gradients(run: Run) -> None:

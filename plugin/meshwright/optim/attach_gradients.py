@@ -64,6 +64,9 @@ def install_gradient_sync(
         whole = WholeSteps(optimizer, whole_groups, runtime.mesh, gradients, on_host=on_host)
     trained = TrainedParameters(model, optimizer, runtime, zero_stage=zero_stage, bucket_bytes=bucket_bytes)
     gradients.trained, gradients.parameters, gradients.zero = trained, trained.parameters, trained.zero
+    gradients.hooks = trained.hooks
+    if runtime.comparison is not None:
+        runtime.comparison.hooks = trained.hooks
     if optimizer is not None:
         gradients.has_optimizer = True
         optimizer.register_step_pre_hook(gradients.check_synced)

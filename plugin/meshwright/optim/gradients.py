@@ -15,6 +15,7 @@ from meshwright.layout.tensor_layout import TensorLayout, layout_of
 from meshwright.mesh.axes import Mesh
 from meshwright.optim.zero.ownership import stepped_over
 from meshwright.optim.zero.zero_optimizer import ReduceScatter, slice_copies
+from meshwright.parallel.gradients.gradient_hooks import GradientHooks
 from meshwright.parallel.gradients.sync import GradientSync
 from meshwright.plan.flat_offsets import BUCKET_MB
 
@@ -60,6 +61,7 @@ class Gradients:
     Args:
         parameters: the parameters that were ever trainable.
         syncs: the objects that synchronise the gradients.
+        hooks: the program's hooks on the gradients; None if an engine handles these.
         zero: the ZeRO reduction with its sharded buckets, if any.
         trained: the object that tracks which parameters require a gradient.
         has_optimizer: whether an optimizer is bound to the parameters.
@@ -70,6 +72,7 @@ class Gradients:
 
     parameters: list[nn.Parameter] = field(default_factory=list)
     syncs: list[GradientSync] = field(default_factory=list)
+    hooks: GradientHooks | None = None
     zero: ReduceScatter | None = None
     trained: RequiresGrad | None = None
     has_optimizer: bool = False

@@ -18,7 +18,7 @@ from meshwright.errors import AlreadyDistributedError, UnreadableTensorError
 from meshwright.layout.tensor_layout import TensorLayout, layout_if_any, layout_of
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel.shards.guard_windows import Window
-from meshwright.parallel.shards.reads import reading_shards
+from meshwright.parallel.shards.reads import own_shape, reading_shards
 from meshwright.temporarily import temporarily
 
 
@@ -83,7 +83,7 @@ class _ModuleState:
                 what = f"another pipeline stage holds {prefix}{name}"
             elif layout_of(parameter).is_sharded:
                 what = (
-                    f"this rank holds a shard {list(parameter.shape)} of {prefix}{name} "
+                    f"this rank holds a shard {list(own_shape(parameter))} of {prefix}{name} "
                     f"{list(layout_of(parameter).shape)}"
                 )
             else:
@@ -148,7 +148,7 @@ class _ModuleState:
 
 
 def _mismatch(key: str, value: Tensor, parameter: Tensor, layout: TensorLayout) -> str:
-    if value.shape == parameter.shape:
+    if value.shape == own_shape(parameter):
         return (
             f"{key} in the state dict is one rank's shard {list(value.shape)}, but the whole tensor "
             f"{list(layout.shape)} is needed. On all ranks call meshwright.full_state_dict(model), and save that"

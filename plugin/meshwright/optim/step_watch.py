@@ -46,7 +46,10 @@ def watch_steps(runtime: Runtime, *, is_trusted: bool) -> None:
             has_told = _warn_of_unused_zero(optimizer, of)
         if not has_warned and of.mesh.tokens.size > 1 and find_runtime(optimizer) is None:
             has_warned = _warn_of_strangers(optimizer)
-        if of.mesh.pp.size > 1 and find_runtime(optimizer) is None and of.gradients.are_stepped_by(optimizer):
+        # In a hook, what a window would show of a gradient is not the whole that the hook sees.
+        is_in_hook = of.gradients.hooks is not None and of.gradients.hooks.is_running
+        is_strange = of.mesh.pp.size > 1 and find_runtime(optimizer) is None
+        if is_strange and not is_in_hook and of.gradients.are_stepped_by(optimizer):
             window.open(optimizer)
 
     weakref.finalize(runtime, register_optimizer_step_pre_hook(look).remove)
@@ -55,17 +58,20 @@ def watch_steps(runtime: Runtime, *, is_trusted: bool) -> None:
 
 
 def _look(optimizer: Optimizer, runtime: Runtime, is_trusted: bool) -> None:
-    is_own = find_runtime(optimizer) is runtime
-    if is_own and not in_backward():
+    is_own, hooks = find_runtime(optimizer) is runtime, runtime.gradients.hooks
+    is_in_pass = in_backward() or (is_own and hooks is not None and hooks.is_running)
+    if is_own and not is_in_pass:
         return
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if in_backward():
+    if is_in_pass:
         reduced = [p for sync in runtime.gradients.syncs for bucket in sync.buckets for p in bucket.parameters]
         if names := [layout_of(p).name for p in reduced if is_own or id(p) in stepped]:
             raise ValueError(
                 f"{type(optimizer).__name__}.step() ran inside of a backward pass, on {names[0]} and {len(names) - 1} "
                 "more parameter(s) whose gradients are reduced only when the pass ends, so the replicas would drift "
-                "apart. Move the step out of the hook: loss.backward(); optimizer.step()"
+                "apart. Move the step out of the hook: loss.backward(); optimizer.step(). A hook of "
+                "register_post_accumulate_grad_hook may step an optimizer of its parameter alone, which is not passed "
+                "to the call"
             )
     if is_own:
         return

@@ -6,7 +6,7 @@ import functools
 from itertools import islice
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwright.layout.tensor_layout import layout_of
@@ -16,6 +16,7 @@ from meshwright.optim.zero.ownership import EqualSlices, stepped_over
 from meshwright.optim.zero.sliced_optimizer import bind_optimizer, step_slices
 from meshwright.optim.zero.zero_optimizer import ReduceScatter, ShardedBucket, lay_out
 from meshwright.parallel.gradients.buckets import make_buckets
+from meshwright.parallel.gradients.gradient_hooks import GradientHooks
 from meshwright.parallel.gradients.sync import AllReduce, GradientSync
 from meshwright.parallel.shards.reads import reading_shards
 from meshwright.plan.flat_offsets import IN_FLIGHT
@@ -37,6 +38,7 @@ class TrainedParameters:
     Attributes:
         parameters: all parameters that were ever trainable.
         zero: the ZeRO reduction with its sharded buckets, if any.
+        hooks: the program's hooks on the gradients.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class TrainedParameters:
         self.stage = 0 if stage == 1 and optimizer is None else stage
         self.parameters: list[nn.Parameter] = []
         self.syncs = syncs
+        self.hooks = GradientHooks(runtime.mesh, model.parameters())
         self.zero: ReduceScatter | None = None
         self._watch = _Watch(model)
         self._known: set[int] = set()
@@ -64,6 +67,8 @@ class TrainedParameters:
                 bind_optimizer(optimizer, self.zero)
             self._sync(dp, is_sharded=True)
         self._take_in(self._new())
+        if not self.syncs:  # another stage of the pipeline may have gradients with hooks
+            self._sync(dp, is_sharded=False)
 
     def follow(self) -> None:
         """Add the parameters that were thawed since the last call.
@@ -99,6 +104,9 @@ class TrainedParameters:
 
     def _take_in(self, new: list[nn.Parameter]) -> None:
         self.parameters += new
+        for parameter in self._watch.parameters:
+            if parameter.requires_grad and not layout_of(parameter).is_held and not self.hooks.manages(parameter):
+                self.hooks.manage(parameter, None, arrive=_nothing, accumulated=_nothing)
         sharded = self._shard(new)
         if self.zero is not None:
             self.zero.extend(sharded)
@@ -161,6 +169,7 @@ class TrainedParameters:
                 [],
                 tp=self.tp,
                 reduction=reduction,
+                hooks=self.hooks,
                 meet=functools.partial(self._meet_over, axis),
                 # A bucket of stage 3 is a whole layer, so one in flight is enough to hide the communication.
                 in_flight=1 if is_sharded and self.weights is not None else IN_FLIGHT,
@@ -223,6 +232,10 @@ class _Watch:
         """Accept the present flags, and return whether they had changed."""
         before, self._flags = self._flags, self._read()
         return before != self._flags
+
+
+def _nothing(_: Tensor) -> None:
+    """The runtime's hook on a gradient that only another stage of the pipeline has."""
 
 
 def _shown(names: list[str]) -> str:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node as GraphNode
 
 from meshwright.autograd import Node, TensorFunction
+from meshwright.temporarily import temporarily
+
+_KEPT = "_meshwright_kept_node"
+_end = SimpleNamespace(is_reached=False)
 
 
 def tensors_in(output: object) -> Iterator[Tensor]:
@@ -75,7 +81,43 @@ def scale_gradient(x: Tensor, factor: float) -> Tensor:
 
 def in_backward() -> bool:
     """Return whether autograd runs backward on this thread. A layer that runs during backward is being recomputed."""
-    return torch._C._current_graph_task_id() != -1
+    return torch._C._current_graph_task_id() != -1 and not _end.is_reached
+
+
+def after_backward() -> contextlib.AbstractContextManager[None]:
+    """Count what runs inside this context as after backward, although autograd has not returned from the pass yet."""
+    return temporarily(_end, is_reached=True)
+
+
+def keep_node(parameter: nn.Parameter) -> None:
+    """Before torch drops the node that accumulates a parameter's gradient, keep it if hooks of the program may know it.
+
+    ``torch.autograd.graph.register_multi_grad_hook`` asks of each of its nodes whether the running pass reaches it.
+    """
+    if parameter._backward_hooks and parameter.requires_grad:
+        with torch.enable_grad():
+            parameter.__dict__[_KEPT] = InPass.apply(None, parameter)
+
+
+def take_kept_node(parameter: nn.Parameter) -> Tensor | None:
+    """Return a tensor whose graph has the node that :meth:`keep_node` kept, and keep the node no longer."""
+    kept: Tensor | None = parameter.__dict__.pop(_KEPT, None)
+    return kept
+
+
+class InPass(TensorFunction):
+    """Calls a function in a backward pass that reaches some tensors, which get no gradients."""
+
+    @staticmethod
+    def forward(ctx: Node, call: Callable[[], None] | None, *tensors: Tensor) -> Tensor:
+        ctx.call, ctx.count = call, len(tensors)
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Node, grad: Tensor) -> tuple[None, ...]:
+        if ctx.call is not None:
+            ctx.call()
+        return tuple([None] * (1 + ctx.count))
 
 
 class _ScaleGradient(TensorFunction):

@@ -6,7 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
 
-from torch import Tensor, nn
+from torch import nn
 
 # Hooks of these libraries are on every model, or only move and record tensors.
 _LIBRARIES = ("meshwright", "meshwright_hf", "torch", "transformers", "accelerate", "peft", "trl", "deepspeed")
@@ -52,12 +52,6 @@ def without_foreign_hooks(modules: Iterable[nn.Module]) -> Iterator[None]:
     finally:
         for (of, kind), hooks in zip(taken, before, strict=True):
             of[kind] = hooks
-
-
-def has_gradient_hooks(parameter: Tensor) -> bool:
-    """Return whether the program has hooks on a parameter's gradient."""
-    hooks = (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None))
-    return any(is_foreign(hook) for of in hooks if of for hook in of.values())
 
 
 def is_foreign(hook: Callable[..., object]) -> bool:

@@ -30,7 +30,7 @@ from meshwright.parallel.gradients.loss_scale import LossScale
 from meshwright.parallel.gradients.summed import SummedGradients
 from meshwright.parallel.losses.batch_loss import BatchLoss
 from meshwright.parallel.method_chain import BatchStep, StepOrder, find_step
-from meshwright.parallel.shards.reads import reading_shards
+from meshwright.parallel.shards.reads import own_shape, reading_shards
 from meshwright.parallel.tensor_parallel.apply import SequenceRegion
 from meshwright.parallel.tensor_parallel.tower_features import TowerFeatures
 from meshwright.pipeline.beside_inputs import BesideInputs
@@ -388,7 +388,7 @@ class PipelineForward(BatchStep):
                 own = sums.of(parameter)
                 if own is None:
                     dtype = torch.promote_types(parameter.dtype, torch.float32)  # the dtype of the other stage's sum
-                    own = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
+                    own = torch.zeros(own_shape(parameter), dtype=dtype, device=parameter.device)
                 sums.put(parameter, all_reduce(own.contiguous(), tie))
 
 

@@ -14,7 +14,7 @@ from meshwright.layout.packed_weights import state_without_packed
 from meshwright.layout.tensor_layout import layout_of
 from meshwright.optim.runtime import Runtime, device_of, find_runtime, runtime_of
 from meshwright.parallel.collectives import maximum
-from meshwright.parallel.shards.reads import reading_shards
+from meshwright.parallel.shards.reads import own_shape, reading_shards
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # of gradients
 
@@ -50,7 +50,7 @@ def gather_state(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor
         if id(value) not in done:
             whole = gather_full(value, runtime)
             # A tensor that is not sharded belongs to the model, so the user gets a copy.
-            done[id(value)] = whole.cpu().clone() if whole is not None and whole.shape == value.shape else whole
+            done[id(value)] = whole.cpu().clone() if whole is not None and whole.shape == own_shape(value) else whole
         if (whole := done[id(value)]) is not None:
             full[name] = whole
     return full

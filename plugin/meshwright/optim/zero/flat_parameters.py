@@ -16,7 +16,7 @@ from meshwright.optim.zero.ownership import EqualSlices
 from meshwright.parallel.autograd_graph import in_backward
 from meshwright.parallel.collectives import start_all_gather
 from meshwright.parallel.gradients.buckets import Bucket, flat_dtype
-from meshwright.parallel.shards.reads import reading_shards
+from meshwright.parallel.shards.reads import own_shape, reading_shards
 from meshwright.parallel.shards.sharded_parameter import ShardedParameter, guard
 
 
@@ -130,9 +130,10 @@ class FlatShard:
         for index, parameter in enumerate(self.parameters):
             if parameter.untyped_storage()._cdata == storage:
                 continue
-            if (parameter.dtype, parameter.shape) != (self.dtype, self.shapes[index]):
+            if (parameter.dtype, own_shape(parameter)) != (self.dtype, self.shapes[index]):
+                shape = tuple(own_shape(parameter))
                 raise ValueError(
-                    f"{layout_of(parameter).name} is now {parameter.dtype} {tuple(parameter.shape)}, but ZeRO stage 3 "
+                    f"{layout_of(parameter).name} is now {parameter.dtype} {shape}, but ZeRO stage 3 "
                     f"keeps {self.dtype} {tuple(self.shapes[index])} in shards, which the change would not reach. "
                     "Call model.to(...), .double(), .float() or the like before to_distributed"
                 )
@@ -244,6 +245,6 @@ class _OwnElements:
             raise ValueError(
                 f"{layout_of(self.flat.parameters[self.index]).name} was changed inside of a backward pass, by a "
                 "gradient that is this rank's own: under ZeRO stage 3 gradients are reduced after it, and each rank "
-                "holds other elements. Move the change out of the hook, and let an optimizer make it: loss.backward(); "
-                "optimizer.step()"
+                "holds other elements. Make the change in a hook on the parameter's gradient, which runs after the "
+                "reduction: parameter.register_post_accumulate_grad_hook(hook)"
             )

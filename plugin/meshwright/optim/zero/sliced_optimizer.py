@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from meshwright.errors import OptimizerMismatchError
 from meshwright.optim.chained import groups_of, members
 from meshwright.optim.zero.zero_optimizer import ReduceScatter, ShardedBucket, Slice
+from meshwright.parallel.shards.reads import own_shape
 
 
 def bind_optimizer(optimizer: Optimizer, reduction: ReduceScatter) -> None:
@@ -47,7 +48,7 @@ def step_slices(optimizer: Optimizer, reduction: ReduceScatter, new: list[Sharde
 
 
 def _slice_state(value: object, piece: Slice) -> object:
-    if torch.is_tensor(value) and value.shape == piece.parameter.shape and value.ndim:
+    if torch.is_tensor(value) and value.shape == own_shape(piece.parameter) and value.ndim:
         return piece.layout.own(value).to(piece.stepped.device, piece.stepped.dtype).clone()
     if not torch.is_tensor(value):
         return value

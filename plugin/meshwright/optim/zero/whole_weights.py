@@ -11,7 +11,7 @@ from meshwright.parallel.async_numbers import is_deferred
 from meshwright.parallel.collectives import all_gather_into
 from meshwright.parallel.gradients.buckets import Bucket
 from meshwright.parallel.saved_tensors import memory
-from meshwright.parallel.shards.reads import reading_shards
+from meshwright.parallel.shards.reads import own_shape, reading_shards
 
 
 class WholeWeights:
@@ -30,7 +30,7 @@ class WholeWeights:
         for parameter, segment in bucket.segments(self.flat):
             segment.copy_(parameter.data)
             parameter.data = segment
-        self._shapes = [p.shape for p in bucket.parameters]
+        self._shapes = [own_shape(p) for p in bucket.parameters]
         self.own = self.flat[ownership.segment(bucket.numel)]
         self.master = self.own if on_host or bucket.dtype == first.dtype else self.own.to(bucket.dtype)
         self.holds_all = self.master is self.own and not on_host

@@ -44,7 +44,7 @@ from meshwright.optim.zero.units import units_of
 from meshwright.optim.zero.zero_optimizer import ShardedBucket
 from meshwright.parallel import saved_tensors as saved
 from meshwright.parallel.autograd_graph import in_backward
-from meshwright.parallel.shards.reads import reading_shards
+from meshwright.parallel.shards.reads import own_shape, reading_shards
 from meshwright.parallel.tensor_parallel.float8_weights import WeightCast, weight_casts
 
 
@@ -177,7 +177,7 @@ class ShardedWeights:
     def set_part(self, parameter: nn.Parameter, values: Tensor) -> None:
         """Overwrite this rank's elements of a parameter, as :meth:`part` returns them."""
         if id(parameter) not in self._place:
-            parameter.data.copy_(values.view(parameter.shape))
+            parameter.data.copy_(values.view(own_shape(parameter)))
             return
         flat, index = self._place[id(parameter)]
         flat.own(index).copy_(values)

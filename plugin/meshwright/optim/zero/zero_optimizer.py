@@ -26,7 +26,7 @@ from meshwright.optim.zero.ownership import EqualSlices, sliced
 from meshwright.optim.zero.whole_weights import WholeWeights
 from meshwright.parallel.collectives import all_gather, all_reduce, start_reduce_scatter
 from meshwright.parallel.gradients.buckets import Bucket, has_gradient, make_buckets
-from meshwright.parallel.shards.reads import reading_shards, values_of
+from meshwright.parallel.shards.reads import own_shape, reading_shards, values_of
 from meshwright.parallel.shards.sharded_parameter import LocalGradient
 from meshwright.parallel.shards.stand_in import HeldGradient, is_cleared, is_stand_in
 
@@ -104,7 +104,7 @@ class ShardedBucket:
     def layout(self, parameter: nn.Parameter) -> TensorLayout:
         """Return which elements of a parameter each rank steps."""
         (offset,) = (o for p, o in zip(self.bucket.parameters, self.bucket.offsets, strict=True) if p is parameter)
-        rows = self.ownership.rows(offset, parameter.shape.numel(), self.bucket.numel)
+        rows = self.ownership.rows(offset, own_shape(parameter).numel(), self.bucket.numel)
         return sliced(layout_of(parameter), rows)
 
     def gather_gradients(self) -> Tensor:
@@ -192,6 +192,24 @@ class ReduceScatter:
             self.clear([parameter])
             parameter.grad = gradient
         self._arrived.add(id(parameter))
+
+    def part(self, parameter: nn.Parameter) -> Tensor | None:
+        if parameter.grad is None:
+            return None
+        for piece in self._slices_of.get(id(parameter), ()):
+            return None if piece.shard.grad is None else piece.shard.grad.as_subclass(Tensor)
+        return torch.empty(0, dtype=self._with[id(parameter)].bucket.dtype, device=parameter.device)
+
+    def put(self, parameter: nn.Parameter, part: Tensor | None) -> None:
+        parameter.grad = None if part is None else HeldGradient.stand_in(parameter)
+        for piece in self._slices_of.get(id(parameter), ()):
+            piece.shard.grad = None if part is None else LocalGradient.of(part)
+
+    def layout(self, parameter: nn.Parameter) -> TensorLayout:
+        return self._with[id(parameter)].layout(parameter)
+
+    def is_unsynced(self, parameter: nn.Parameter) -> bool:
+        return self._with[id(parameter)].unsynced is not None
 
     def hold(self, bucket: Bucket) -> None:
         sharded = self._of[id(bucket)]

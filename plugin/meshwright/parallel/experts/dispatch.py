@@ -20,6 +20,7 @@ from meshwright.mesh.axes import Axis
 from meshwright.parallel.experts.rows import add_rows, take_rows
 from meshwright.parallel.experts.token_dispatchers import make_dispatcher
 from meshwright.parallel.method_chain import ChainStep
+from meshwright.parallel.shards.reads import own_shape
 
 
 class ExpertDispatch(ChainStep):
@@ -33,7 +34,7 @@ class ExpertDispatch(ChainStep):
 
     def __init__(self, experts: nn.Module, axis: Axis, dispatcher: str = "all_to_all"):
         self.experts = experts
-        self._local = next(experts.parameters()).shape[0]
+        self._local = own_shape(next(experts.parameters()))[0]
         self._dispatch = make_dispatcher(dispatcher, axis, self._local)
         experts.num_experts = self._local  # type: ignore[assignment]  # the module's code has as many weights
 

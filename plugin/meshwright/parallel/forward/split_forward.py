@@ -154,11 +154,12 @@ class _ReducedGradients:
 
     def __init__(self, syncs: list[GradientSync]):
         (self.reduction,) = {sync.reduction for sync in syncs}
+        self.first = syncs[0]
         self.sums: dict[int, Tensor] | None = {}
 
     def add_from(self, loss: Tensor) -> None:
         assert self.sums is not None
-        with self.reduction.aside(self.sums):
+        with self.reduction.aside(self.sums), self.first.hooks.off():
             loss.backward()
 
     def attach(self, loss: Tensor | None, other: Tensor) -> Tensor:
@@ -169,6 +170,8 @@ class _ReducedGradients:
         sums, self.sums = self.sums, None
         if sums is None:
             raise RuntimeError(TWICE)
+        if self.first.hooks.are_any:
+            self.first.begin()  # the sums are a part of what hooks see
         self.reduction.add(sums, factor)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from meshwright.layout.tensor_layout import TensorLayout, layout_if_any, layout_of
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.collectives import all_reduce
-from meshwright.parallel.shards.reads import reading_shards
+from meshwright.parallel.shards.reads import own_nbytes, own_shape, reading_shards
 from meshwright.parallel.shards.stand_in import is_stand_in
 from meshwright.plan.flat_offsets import packed
 
@@ -42,11 +42,13 @@ class Bucket:
     offsets: list[int] = field(init=False)
     numel: int = field(init=False)
     _end: int = field(init=False)  # of the last parameter, with its padding
+    _shapes: list[torch.Size] = field(init=False)
     _sizes: list[int] = field(init=False)
     _spans: list[int] = field(init=False)  # the sizes with their padding
 
     def __post_init__(self) -> None:
-        sizes = [p.shape.numel() for p in self.parameters]
+        self._shapes = [own_shape(p) for p in self.parameters]
+        sizes = [shape.numel() for shape in self._shapes]
         offsets, self.numel = self.pack(sizes)
         *self.offsets, self._end = offsets
         self._sizes, self._spans = sizes, [stop - start for start, stop in pairwise(offsets)]
@@ -85,7 +87,7 @@ class Bucket:
 
     def _segment(self, flat: Tensor, index: int) -> Tensor:
         offset = self.offsets[index]
-        return flat[offset : offset + self._sizes[index]].view(self.parameters[index].shape)
+        return flat[offset : offset + self._sizes[index]].view(self._shapes[index])
 
     def flatten_gradients(self, scale: float, *, extra: int = 0) -> Tensor:
         """Return one flat tensor: all gradients times ``scale`` (zeros if missing), then ``extra`` zeros."""
@@ -209,21 +211,21 @@ def group_parameters(
         if position == tail:
             filling.clear()
         group, filled = filling.get(parameter.dtype, ([], 0))
-        if not group or filled + parameter.nbytes > max_bytes:
+        if not group or filled + own_nbytes(parameter) > max_bytes:
             group, filled = [], 0
             groups.append(group)
         group.append(position)
-        filling[parameter.dtype] = group, filled + parameter.nbytes
+        filling[parameter.dtype] = group, filled + own_nbytes(parameter)
     groups.sort(key=lambda group: group[-1])
     return [[parameters[position] for position in group] for group in groups]
 
 
 def _tail_start(parameters: list[nn.Parameter], last_bytes: int) -> int:
     """Return the start of the longest tail of at most ``last_bytes``. The tail has at least one parameter."""
-    start, filled = len(parameters) - 1, parameters[-1].nbytes if parameters else 0
-    while start > 0 and filled + parameters[start - 1].nbytes <= last_bytes:
+    start, filled = len(parameters) - 1, own_nbytes(parameters[-1]) if parameters else 0
+    while start > 0 and filled + own_nbytes(parameters[start - 1]) <= last_bytes:
         start -= 1
-        filled += parameters[start].nbytes
+        filled += own_nbytes(parameters[start])
     return start
 
 

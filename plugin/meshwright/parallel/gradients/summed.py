@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from meshwright.autograd import Node, TensorFunction
+from meshwright.parallel.gradients.program_hooks import ProgramHooks
 from meshwright.parallel.gradients.sync import GradientSync
 from meshwright.parallel.shards.reads import reading_shards
 from meshwright.parallel.tensor_checks import is_known_one
@@ -114,30 +116,52 @@ class SummedGradients:
         sums = [self._sums.get(id(parameter)) for parameter in self.parameters]
         self._sums, self._storages = {}, set()
         with reading_shards():
-            total: Tensor = _AddGradients.apply(loss, other, sums, *self.parameters)
+            total: Tensor = _AddGradients.apply(loss, other, sums, self._begin, *self.parameters)
         return total
+
+    def _begin(self) -> None:
+        """Begin the pass, on every stage of a pipeline, if hooks run at its end, also where no gradient arrives."""
+        for sync in self.syncs[:1]:
+            if sync.hooks.are_any:
+                sync.begin()
 
 
 @contextlib.contextmanager
 def _without_hooks(parameters: list[nn.Parameter]) -> Iterator[None]:
     """Turn off gradient hooks inside the context, since they run once, on the sum, as on one device."""
-    found = [hooks for p in parameters for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks) if hooks]
-    hooks = [(registered, dict(registered)) for registered in found]
-    for registered, _ in hooks:
-        registered.clear()
+    found = [
+        hooks for p in parameters for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks) if hooks is not None
+    ]
+    with contextlib.ExitStack() as stack:
+        for hooks in found:
+            stack.enter_context(hooks.off() if isinstance(hooks, ProgramHooks) else _cleared(hooks))
+        yield
+
+
+@contextlib.contextmanager
+def _cleared(hooks: dict[int, Any]) -> Iterator[None]:
+    """Empty a dict inside the context."""
+    before = dict(hooks)
+    hooks.clear()
     try:
         yield
     finally:
-        for registered, before in hooks:
-            registered.update(before)
+        hooks.update(before)
 
 
 class _AddGradients(TensorFunction):
     """Adds to a loss a number whose gradients are already computed."""
 
     @staticmethod
-    def forward(ctx: Node, loss: Tensor, other: Tensor, gradients: list[Tensor | None], *parameters: Tensor) -> Tensor:
-        ctx.gradients = gradients
+    def forward(
+        ctx: Node,
+        loss: Tensor,
+        other: Tensor,
+        gradients: list[Tensor | None],
+        begin: Callable[[], None],
+        *parameters: Tensor,
+    ) -> Tensor:
+        ctx.gradients, ctx.begin = gradients, begin
         return loss + other
 
     @staticmethod
@@ -146,6 +170,7 @@ class _AddGradients(TensorFunction):
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             raise RuntimeError(TWICE)
+        ctx.begin()
         if is_known_one(grad):
-            return grad, None, None, *gradients
-        return grad, None, None, *[None if g is None else g.mul_(grad) for g in gradients]
+            return grad, None, None, None, *gradients
+        return grad, None, None, None, *[None if g is None else g.mul_(grad) for g in gradients]

@@ -20,17 +20,18 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from meshwright.errors import UnreadableTensorError
-from meshwright.layout.tensor_layout import layout_of
+from meshwright.layout.tensor_layout import TensorLayout, layout_of
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.collectives import start_all_reduce
 from meshwright.parallel.gradients.buckets import Bucket, has_part
+from meshwright.parallel.gradients.gradient_hooks import GradientHooks, ReducedGradients
 from meshwright.parallel.shards.reads import reading_shards
 from meshwright.parallel.shards.sharded_parameter import LocalGradient
 from meshwright.plan.flat_offsets import IN_FLIGHT
 from meshwright.temporarily import temporarily
 
 
-class Reduction(Protocol):
+class Reduction(ReducedGradients, Protocol):
     """The interface of a reduction of a bucket's gradients over the data-parallel axis."""
 
     @property
@@ -66,6 +67,7 @@ class GradientSync:
         buckets: the buckets, in the order in which backward completes them; buckets with partial gradients come last.
         tp: the axis over which copies are averaged.
         reduction: the reduction over the data-parallel axis.
+        hooks: the program's hooks on the model's gradients.
         meet: a function that compares the ranks, called once per synchronised pass, before the gradients are used.
         in_flight: the number of buckets that are reduced at the same time.
         scale: the factor of each gradient on arrival, where the ranks of the reduction have the tokens of others too.
@@ -79,13 +81,14 @@ class GradientSync:
         *,
         tp: Axis,
         reduction: Reduction,
+        hooks: GradientHooks,
         meet: Callable[[], None] = lambda: None,
         in_flight: int = IN_FLIGHT,
         scale: float = 1.0,
         peers: list[GradientSync] | None = None,
     ):
         self.buckets: list[Bucket] = []
-        self.tp, self.reduction, self._meet = tp, reduction, meet
+        self.tp, self.reduction, self.hooks, self._meet = tp, reduction, hooks, meet
         self._in_flight, self._scale = in_flight, scale
         self._peers = [self] if peers is None else peers
         self._enabled = True
@@ -117,8 +120,7 @@ class GradientSync:
             for parameter in bucket.parameters:
                 _add_hooks(parameter, self)
         for parameter in unreduced:
-            if has_part(parameter):
-                parameter.register_post_accumulate_grad_hook(_mark)
+            _add_hooks(parameter, self, is_reduced=False)
 
     def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         # A copied or pickled model has None in place of this object, since its parameters have no hooks.
@@ -130,7 +132,10 @@ class GradientSync:
         return any(self.reduction.holds(bucket) for bucket in self.buckets)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Make backward passes only accumulate, if the reduction can wait; the next pass synchronises their sum."""
+        """Make backward passes only accumulate, if the reduction can wait; the next pass synchronises their sum.
+
+        If the program has hooks on gradients, each pass synchronises, since the hooks see the gradients of each pass.
+        """
         return temporarily(self, _enabled=not self.reduction.can_wait)
 
     def paused(self) -> contextlib.AbstractContextManager[None]:
@@ -143,9 +148,11 @@ class GradientSync:
 
         ``grad`` is None for the weight of a projection that its block did not use (see column_projections.py).
         """
-        if self._paused:
+        if self._paused or self.hooks.is_running:
             return None
         self._check_pass(parameter)
+        if self.hooks.are_any:
+            self.begin()
         self.reduction.prepare(parameter)
         factor = self._copies.get(id(parameter), None if self._scale == 1.0 else self._scale)
         return None if factor is None or grad is None else grad * factor
@@ -180,6 +187,7 @@ class GradientSync:
         """
         for sync in self._peers:
             sync._begin()
+        self.hooks.begin()
 
     def _begin(self) -> None:
         if self._end_of_pass is not None and self._end_of_pass() is not None:
@@ -198,8 +206,14 @@ class GradientSync:
 
     def accumulated(self, parameter: nn.Parameter) -> None:
         """Called after a gradient was added to ``parameter.grad``."""
+        if self.hooks.is_running:
+            return
         self.begin()
-        index = self._bucket_of[id(parameter)]
+        if self.hooks.are_any:
+            self.hooks.accumulated(parameter)
+        index = self._bucket_of.get(id(parameter))
+        if index is None:  # there is nothing to reduce
+            return
         if index < self._next:
             raise ValueError(
                 f"a gradient of {layout_of(parameter).name} arrived after its bucket was reduced. If the loss uses "
@@ -211,8 +225,13 @@ class GradientSync:
         self._missing[index].discard(id(parameter))
         # Another nested pass may add to this gradient again, so buckets are reduced only at the end.
         self._is_nested |= torch._C._current_graph_task_id() != self._task
-        if self._enabled and not self._is_nested and self is self._peers[0]:
+        if self._reduces and not self._is_nested and self is self._peers[0]:
             self._start_complete()
+
+    @property
+    def _reduces(self) -> bool:
+        """Whether the running pass synchronises."""
+        return self._enabled or self.hooks.are_any
 
     def _start_complete(self) -> None:
         # In order, so that every rank starts the same collectives in the same order.
@@ -245,7 +264,7 @@ class GradientSync:
             return
         self._unused = None
         with reading_shards():
-            if not self._enabled:
+            if not self._reduces:
                 for bucket in self.buckets:
                     self.reduction.hold(bucket)
                 return
@@ -258,9 +277,10 @@ class GradientSync:
                 wait()
 
 
-def _add_hooks(parameter: nn.Parameter, sync: GradientSync) -> None:
+def _add_hooks(parameter: nn.Parameter, sync: GradientSync, *, is_reduced: bool = True) -> None:
     # Weak references, since autograd's hooks would keep the parameter, process groups and their threads alive.
     own, synchroniser = weakref.ref(parameter), weakref.ref(sync)
+    is_part = not is_reduced and has_part(parameter)
 
     # A guarded parameter would pass each read of its .grad through Python.
     def arrive(grad: Tensor | None) -> Tensor | None:
@@ -271,12 +291,20 @@ def _add_hooks(parameter: nn.Parameter, sync: GradientSync) -> None:
             return of.arrive(target, grad)
 
     def accumulated(target: Tensor) -> None:
-        if (of := synchroniser()) is not None:
-            with reading_shards():
+        with reading_shards():
+            if is_part:
+                _mark(target)
+            if (of := synchroniser()) is not None and (is_reduced or of.hooks.are_any):
                 of.accumulated(target)  # type: ignore[arg-type]
 
-    parameter.register_hook(arrive)
-    parameter.register_post_accumulate_grad_hook(accumulated)
+    sync.hooks.manage(
+        parameter,
+        sync.reduction,
+        arrive=arrive,
+        accumulated=accumulated,
+        needs_arrival=is_reduced,
+        needs_gradient=is_reduced or is_part,
+    )
 
 
 class AllReduce:
@@ -303,6 +331,24 @@ class AllReduce:
     def add(self, gradients: dict[int, Tensor], factor: Tensor) -> None:
         raise AssertionError("add() is for reductions that cannot wait; AllReduce leaves whole gradients to autograd")
 
+    def settle(self) -> None:
+        """Do nothing: a gradient that the program set is in ``.grad``."""
+
+    def part(self, parameter: nn.Parameter) -> Tensor | None:
+        gradient = parameter.grad
+        return None if gradient is None else gradient.as_subclass(Tensor).reshape(-1)
+
+    def put(self, parameter: nn.Parameter, part: Tensor | None) -> None:
+        parameter.grad = None if part is None else part.view(parameter.shape)
+        if has_part(parameter):
+            _mark(parameter)
+
+    def layout(self, parameter: nn.Parameter) -> TensorLayout:
+        return layout_of(parameter)
+
+    def is_unsynced(self, parameter: nn.Parameter) -> bool:
+        return parameter.grad is not None and parameter.grad in self._unreduced
+
     def hold(self, bucket: Bucket) -> None:
         for parameter, is_part in zip(bucket.parameters, bucket.are_parts, strict=True):
             if is_part:
@@ -311,7 +357,7 @@ class AllReduce:
                 self._unreduced[parameter.grad] = True
 
     def holds(self, bucket: Bucket) -> bool:
-        return any(p.grad is not None and p.grad in self._unreduced for p in bucket.parameters)
+        return any(map(self.is_unsynced, bucket.parameters))
 
     def take(self, bucket: Bucket) -> Tensor:
         flat = bucket.flatten_gradients(1 / self.dp.size, extra=len(bucket.parameters))

@@ -25,7 +25,7 @@ from meshwright.parallel.losses.chunked_head import ChunkedHeadLoss, ChunkedLoss
 from meshwright.parallel.losses.cross_entropy import Words
 from meshwright.parallel.losses.logit_steps import Cast, LogitStep, step_of
 from meshwright.parallel.method_chain import ChainStep, StepOrder
-from meshwright.parallel.shards.reads import reading_shards
+from meshwright.parallel.shards.reads import own_shape, reading_shards
 from meshwright.parallel.shards.stand_in import FACTS, SHAPE, InHead, ShardedLogits, StandIn, become
 from meshwright.roles.linear_kernel import PLAIN, kernel_of
 
@@ -161,7 +161,7 @@ class Deferred:
     @property
     def columns(self) -> int:
         """The number of this rank's logits per token."""
-        return int(self.head.weight.size(0))
+        return own_shape(self.head.weight)[0]
 
     def stand_in(self) -> Tensor:
         """Return a tensor that stands for the logits."""

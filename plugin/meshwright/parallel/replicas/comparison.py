@@ -32,10 +32,10 @@ from meshwright.mesh.axes import Axis, Mesh
 from meshwright.parallel.async_numbers import Gathered, is_deferred
 from meshwright.parallel.batch.loss_gradients import LossGradients
 from meshwright.parallel.dropout_streams import DropoutStreams
-from meshwright.parallel.foreign_hooks import has_gradient_hooks
+from meshwright.parallel.gradients.gradient_hooks import GradientHooks
 from meshwright.parallel.replicas.digests import OF_COUNTS, OF_OPTIMIZER, CopiedRows, Digests, copied_rows, parted
 from meshwright.parallel.replicas.state import ModuleTensors, counts_digest, optimizer_digest
-from meshwright.parallel.shards.reads import reading_shards
+from meshwright.parallel.shards.reads import own_shape, reading_shards
 
 ADVICE = (
     "Each rank steps a replica of the same weights. After one more step the replicas differ permanently, and averaged "
@@ -77,6 +77,7 @@ class ReplicaComparison:
         self.streams = streams
         self._tensors = tensors
         self.losses = LossGradients()
+        self.hooks: GradientHooks | None = None  # the program's hooks on the gradients, which all ranks run together
         self._named = list(model.named_parameters())
         self._optimizer: Optimizer | None = None
         self._has_whole_state = False
@@ -139,6 +140,8 @@ class ReplicaComparison:
         with reading_shards():  # reading a guarded parameter's property takes microseconds, and this runs in every step
             trained = bytes(parameter.requires_grad for _, parameter in self._named)
         parts = [f"parameters trained {zlib.crc32(trained):08x}"]
+        if self.hooks is not None and self.hooks.are_any:
+            parts.append(f"{self.hooks.count} hooks on gradients")
         if self.streams is not None:
             parts.append(f"random stream {self.streams.moment}")
         if self._optimizer is not None:
@@ -172,6 +175,8 @@ class ReplicaComparison:
             found |= {name: f"called {times} times" for name, times in self._counted().items()}
             for index, group in enumerate(self._optimizer.param_groups):
                 found |= {f"{key} of the optimizer's group {index}": value for key, value in _settings(group).items()}
+        if self.hooks is not None and self.hooks.count:
+            found["hooks on gradients"] = str(self.hooks.count)
         return found | {f"requires_grad of {name}": str(p.requires_grad) for name, p in self._named}
 
     def compare_weights(self, axis: Axis) -> None:
@@ -198,13 +203,11 @@ class ReplicaComparison:
 
     def _shows_writes(self, axis: Axis) -> bool:
         """Return whether to compare everything in the first steps: forward has written tensors on some rank of the
-        axis, or the program has hooks on gradients, which may step weights by gradients that are not reduced yet."""
+        axis."""
         meetings = self._meetings[axis.name] = self._meetings.get(axis.name, 0) + 1
         if meetings > FIRST or self._tensors is None or not self.guard.is_current:
             return False
-        with reading_shards():
-            wrote = self.wrote or (axis is self.mesh.tokens and any(has_gradient_hooks(p) for _, p in self._named))
-        return not self.guard.agree("what is written", "some" if wrote else "", group=axis.group) or wrote
+        return not self.guard.agree("what is written", "some" if self.wrote else "", group=axis.group) or self.wrote
 
     def _is_due(self, axis: Axis, kind: str, every: int) -> bool:
         step = self.guard.step
@@ -296,7 +299,7 @@ class ReplicaComparison:
         state = self._optimizer.state.get(parameter, {})
 
         def take(x: Tensor) -> Tensor | None:
-            return rows.of(x) if rows.start is None or x.shape == parameter.shape else None
+            return rows.of(x) if rows.start is None or x.shape == own_shape(parameter) else None
 
         total, rest = optimizer_digest(state, nothing.device, take)
         rest_there = torch.full_like(nothing, rest) if rest else nothing

@@ -14,9 +14,9 @@ from meshwright.parallel.async_numbers import Gathered
 
 WEIGHT_ADVICE = (
     "From then on each rank trains a different model, and averaged gradients belong to none of them. Either the "
-    "program changed a weight or a gradient on one rank only (or in a hook of the backward pass, whose gradients are "
-    "reduced after it), or a rank's memory is faulty. Change weights on all ranks alike, and resume from a checkpoint "
-    "that was saved before:\n"
+    "program changed a weight or a gradient on one rank only (or by what a hook of a module saw in the backward pass, "
+    "before gradients are reduced), or a rank's memory is faulty. Change weights on all ranks alike, and resume from a "
+    "checkpoint that was saved before:\n"
     "    mw.load_weights(model, CHECKPOINT)"
 )
 STATE_ADVICE = (

@@ -36,6 +36,9 @@ MODULES = frozenset(_MODULES_NAMES.split())
 ROW_READS = "_meshwright_row_reads"
 """The attribute of a weight with the object that reads one of its rows in forward, if it is cut over the vocabulary."""
 
+VALUES_OF = "_meshwright_values"
+"""The attribute of a shard without memory of its own with its values."""
+
 _DRAWS_NAMES = "normal uniform bernoulli random exponential trunc_normal rand_like randn_like dropout"
 _DRAWS = frozenset(_DRAWS_NAMES.split())
 
@@ -55,7 +58,19 @@ class Values(Protocol):
 
 def values_of(x: object) -> Values | None:
     """Return the values of a shard that has no memory of its own; None for any other tensor."""
-    return getattr(x, "__dict__", {}).get("_meshwright_values")
+    return getattr(x, "__dict__", {}).get(VALUES_OF)
+
+
+def own_shape(x: Tensor) -> torch.Size:
+    """Return the shape of what this rank has of a tensor, where ``x.shape`` is that of the whole tensor."""
+    with reading_shards():
+        return x.shape
+
+
+def own_nbytes(x: Tensor) -> int:
+    """Return the number of bytes of what this rank has of a tensor."""
+    with reading_shards():
+        return x.nbytes
 
 
 def plain_name(name: str) -> str:

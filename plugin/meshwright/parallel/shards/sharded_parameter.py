@@ -8,8 +8,9 @@ is exact on shards and gives shards (:class:`Shard`).
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -21,6 +22,7 @@ from meshwright.parallel.autograd_graph import in_backward
 from meshwright.parallel.shards.reads import (
     MODULES,
     ROW_READS,
+    VALUES_OF,
     Values,
     describe,
     is_stage_running,
@@ -37,7 +39,8 @@ SCALER = (
     "finds those of all ranks, or train in bfloat16, which needs no scaler: torch.autocast(device, torch.bfloat16)"
 )
 
-_FREE = (METADATA | {"_amp_foreach_non_finite_check_and_unscale_"}) - {"detach", "numel"}
+_WHOLE_GRADIENT = "_meshwright_whole_gradient"
+_FREE = (METADATA | {"_amp_foreach_non_finite_check_and_unscale_"}) - {"detach"}
 
 # In these operations, each element of the result depends only on the elements in the same place. A name, without
 # underscores, stands for the in-place and list (torch._foreach_*) variants too.
@@ -60,6 +63,8 @@ class Shard(StandIn):
 
     @classmethod
     def run(cls, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if name == "grad" and _WHOLE_GRADIENT in vars(args[0]):
+            return vars(args[0])[_WHOLE_GRADIENT]
         if name in cls.FREE or (func.__name__ == "__get__" and name not in VALUES):
             if name.startswith("_amp_") and (watching := active_guard()) is not None:
                 watching.hint = SCALER
@@ -70,8 +75,8 @@ class Shard(StandIn):
                 return func(*args, **kwargs)
         if func.__name__ in ("__get__", "__set__", "__delete__"):
             return _property(func, args, kwargs)
-        if name in ("numel", "nelement"):
-            return _global_numel(args[0])
+        if name == "view_as" and args[0] is args[1]:
+            return _view(args[0])
         first = next((x for x in _flat(args, kwargs) if is_shard(x)), None)
         if is_stage_running() and _is_elsewhere(first) and not _is_in_place(name):
             with reading_shards():
@@ -120,6 +125,20 @@ class ShardedParameter(Shard, nn.Parameter):
         return f"Parameter containing:\n{describe(self)}"
 
 
+@contextlib.contextmanager
+def whole_gradient(parameter: nn.Parameter, gradient: Tensor) -> Iterator[None]:
+    """Let ``parameter.grad`` be a whole gradient inside the context, also if this rank has a part of the parameter."""
+    if not isinstance(parameter, ShardedParameter):
+        parameter.grad = gradient
+        yield
+        return
+    parameter.__dict__[_WHOLE_GRADIENT] = gradient
+    try:
+        yield
+    finally:
+        del parameter.__dict__[_WHOLE_GRADIENT]
+
+
 class LocalGradient(Shard):
     """The gradient of a sharded parameter, or of this rank's elements of a parameter.
 
@@ -146,7 +165,7 @@ def guard(parameter: nn.Parameter, values: Values | None = None) -> nn.Parameter
         values: the parameter's values, if it has no memory of its own.
     """
     if values is not None:
-        parameter.__dict__["_meshwright_values"] = values
+        parameter.__dict__[VALUES_OF] = values
     if type(parameter) is nn.Parameter:
         become(parameter, ShardedParameter)
     return parameter
@@ -158,23 +177,49 @@ def is_shard(x: object) -> bool:
 
 
 def _property(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-    name, owner = func.__self__.__name__, args[0]
+    name, owner, is_set = func.__self__.__name__, args[0], func.__name__ == "__set__"
     if name in VALUES[1:]:
         raise unreadable(f".{name}", owner)
-    if name == "data" and func.__name__ == "__set__" and isinstance(owner, ShardedParameter):
-        if args[1].shape != owner.shape:
+    if name == "grad" and _WHOLE_GRADIENT in vars(owner):
+        vars(owner)[_WHOLE_GRADIENT] = args[1] if is_set else None
+        return None
+    if is_set and name in ("data", "grad") and isinstance(args[1], Tensor) and not isinstance(args[1], StandIn):
+        args = owner, _own_part(args[1], owner, is_gradient=name == "grad")
+    if name == "data" and is_set and isinstance(owner, ShardedParameter):
+        with reading_shards():
+            is_alike = args[1].shape == owner.shape
+        if not is_alike:
             raise unreadable("assigning another shape to .data", owner)
         if is_shard(args[1]) and values_of(args[1]) is not None:
             raise unreadable("assigning .data", owner, is_cast=args[1].dtype != owner.dtype)
         if _is_elsewhere(owner) and args[1].dtype == owner.dtype:
             return None
-    if name == "grad" and func.__name__ == "__set__" and _is_elsewhere(owner):
+    if name == "grad" and is_set and _is_elsewhere(owner):
         return None  # the optimizer of that stage has the gradient
     with reading_shards():
         result = func(*args, **kwargs)
         if name != "data" or not isinstance(result, Tensor):
             return result
         return _marked(result if (values := values_of(owner)) is None else values.own(), owner)
+
+
+def _view(x: Tensor) -> Tensor:
+    """Return a view of a shard, by which torch finds the node of autograd that accumulates the shard's gradient."""
+    with reading_shards():
+        view = x.view_as(x)
+    view.__dict__.update({key: value for key, value in vars(x).items() if key in ("meshwright", VALUES_OF)})
+    become(view, Shard)
+    return view
+
+
+def _own_part(value: Tensor, owner: Tensor, *, is_gradient: bool) -> Tensor:
+    """Return this rank's part of a tensor that the program gives as the whole; any other tensor as it is."""
+    layout = layout_if_any(owner)
+    with reading_shards():
+        if layout is None or not layout.is_held or value.shape != layout.shape or value.shape == owner.shape:
+            return value
+    own = layout.take(value)
+    return LocalGradient.of(own, layout) if is_gradient else own
 
 
 def _on_elements(
@@ -297,13 +342,7 @@ def _marked(result: object, like: Tensor) -> object:
             shard = result.as_subclass(kind) if type(result) is Tensor else result.detach().as_subclass(kind)
         else:
             shard = kind.of_shape(like.shape, result.dtype, result.device)
-            shard.__dict__["_meshwright_values"] = _OwnValues(result, values)
+            shard.__dict__[VALUES_OF] = _OwnValues(result, values)
     if (layout := layout_if_any(like)) is not None:
         shard.__dict__["meshwright"] = layout
     return shard
-
-
-def _global_numel(x: Tensor) -> int:
-    layout = layout_if_any(x)
-    with reading_shards():
-        return x.numel() if layout is None else layout.shape.numel()

@@ -6,6 +6,7 @@ that names the call which gives the whole.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Self
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from meshwright.errors import UnreadableTensorError
+from meshwright.layout.tensor_layout import layout_if_any
 from meshwright.parallel.shards.reads import reading_shards
 
 # Attributes and methods that do not read a tensor's values.
@@ -27,6 +29,7 @@ _MORE_FACTS = """
     _has_compatible_shallow_copy_type _is_view record_stream __hash__ __len__ __format__ is_conj is_neg is_inference
 """
 METADATA = FACTS | SHAPE | frozenset(_MORE_FACTS.split())
+_OF_WHOLE = SHAPE | frozenset(("nelement", "ndimension", "stride", "nbytes", "is_contiguous", "__len__"))
 
 
 def is_metadata(func: Callable[..., Any], name: str) -> bool:
@@ -36,6 +39,8 @@ def is_metadata(func: Callable[..., Any], name: str) -> bool:
 
 class StandIn(Tensor):
     """A tensor that raises where an operation would read it as the whole.
+
+    Its shape is that of the whole tensor, if it has a layout.
 
     Attributes:
         MESSAGE: what the error says.
@@ -57,6 +62,10 @@ class StandIn(Tensor):
         name = func.__name__
         if name == "__get__":
             name = getattr(func.__self__, "__name__", "")  # type: ignore[attr-defined]
+        if name in _OF_WHOLE and (layout := layout_if_any(args[0])) is not None:
+            with reading_shards():
+                dtype = args[0].dtype
+            return func(_like(layout.shape, dtype), *args[1:], **(kwargs or {}))
         return cls.run(func, name, args, kwargs or {})
 
     @classmethod
@@ -83,6 +92,12 @@ class StandIn(Tensor):
 
     def __repr__(self, **_: object) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({self.MESSAGE})"
+
+
+@functools.lru_cache(maxsize=4096)
+def _like(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Return a tensor without memory that answers questions about its shape."""
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def become(tensor: object, kind: type) -> None:
@@ -135,8 +150,11 @@ class HeldGradient(StandIn):
         """
         if zero is None:
             zero = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
-        held = zero.expand(parameter.shape).as_subclass(cls)
+        with reading_shards():
+            held = zero.expand(parameter.shape).as_subclass(cls)
         held.__dict__["is_cleared"] = False
+        if (layout := layout_if_any(parameter)) is not None:
+            held.__dict__["meshwright"] = layout
         return held
 
     @staticmethod

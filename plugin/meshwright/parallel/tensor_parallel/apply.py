@@ -21,7 +21,7 @@ from meshwright.layout.packed_weights import PackedMatrix
 from meshwright.layout.row_layout import RowLayout
 from meshwright.layout.tensor_layout import TensorLayout, layout_of
 from meshwright.mesh.axes import Axis, Mesh
-from meshwright.parallel.autograd_graph import in_backward
+from meshwright.parallel.autograd_graph import in_backward, keep_node
 from meshwright.parallel.dropout_streams import DropoutStreams, Restore
 from meshwright.parallel.method_chain import ChainStep, add_step
 from meshwright.parallel.region_borders import RegionBorders
@@ -102,6 +102,8 @@ def attach_shards(model: nn.Module, shards: Shards) -> None:
 
 def _set_values(parameter: nn.Parameter, values: Tensor) -> None:
     """Give a parameter other values, of any shape and device; its attributes and hooks stay."""
+    if parameter.shape != values.shape or parameter.is_meta:
+        keep_node(parameter)
     if parameter.shape != values.shape:
         # An old graph may hold a node that expects the old shape; torch drops that node when the dtype changes.
         other = torch.float32 if parameter.dtype is not torch.float32 else torch.float64
@@ -114,6 +116,7 @@ def _set_values(parameter: nn.Parameter, values: Tensor) -> None:
     torch._C._swap_tensor_impl(parameter, made)
     parameter._backward_hooks = parameter._backward_hooks  # restores torch's record of the hooks, which the swap moved
     parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
+    made._backward_hooks, made._post_accumulate_grad_hooks = {}, {}  # of the memory that the kept node knows
     if type(made) is not nn.Parameter:  # a fake tensor, while a plan is traced
         parameter.__class__ = type(made)
         vars(parameter).update(vars(made))

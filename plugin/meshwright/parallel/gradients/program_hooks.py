@@ -1,0 +1,87 @@
+"""Keeps the program's hooks on a gradient from autograd, where torch's own code finds them."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+Hook = Callable[[Tensor], Tensor | None]
+
+_OWN = -1  # the key of the runtime's hook; torch counts its handles from 0
+
+
+class HooksOfModel(Protocol):
+    """What is told of the program's hooks."""
+
+    def added(self, parameter: nn.Parameter) -> None:
+        """Called before the program makes a hook; may raise."""
+
+    def removed(self, parameter: nn.Parameter) -> None:
+        """Called when the program has removed a hook."""
+
+
+class ProgramHooks(dict[int, Any]):
+    """Takes the place of torch's dict of a tensor's hooks, and keeps the program's hooks from autograd.
+
+    Torch's Python code, which adds and removes the program's hooks, calls the methods below. Autograd reads the memory
+    of the dict itself, where the runtime's hook is.
+
+    Args:
+        own: the runtime's hook.
+        before: the hooks that the program has made before; their handles go on to refer to this dict.
+        of: the model's hooks, which are told of new ones.
+        parameter: the parameter.
+    """
+
+    def __init__(self, own: Hook, before: Mapping[int, Hook] | None, of: HooksOfModel, parameter: nn.Parameter):
+        super().__init__()
+        self._own, self._before, self._hooks = own, before or {}, dict[int, Hook]()
+        self._of, self._parameter = weakref.ref(of), weakref.ref(parameter)
+
+    def turn_on(self) -> None:
+        """Let autograd call the runtime's hook from now on."""
+        super().__setitem__(_OWN, self._own)
+
+    def __setitem__(self, key: int, hook: Hook) -> None:
+        of, parameter = self._of(), self._parameter()
+        if of is None or parameter is None:  # the model is gone, and autograd runs the hooks
+            super().__setitem__(key, hook)
+        else:
+            of.added(parameter)
+        self._hooks[key] = hook
+
+    def __delitem__(self, key: int) -> None:
+        self.pop(key, None)
+        del self._hooks[key]
+        if (of := self._of()) is not None and (parameter := self._parameter()) is not None:
+            of.removed(parameter)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._hooks
+
+    def __getitem__(self, key: int) -> Hook:
+        return self._hooks[key]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._hooks)
+
+    def __len__(self) -> int:
+        return len(self._before) + len(self._hooks)
+
+    def values(self) -> Any:
+        """Return the program's hooks, in the order in which they were made."""
+        return (*self._before.values(), *self._hooks.values())
+
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        """Turn the runtime's hook off inside the context."""
+        own = self.pop(_OWN, None)
+        try:
+            yield
+        finally:
+            if own is not None:
+                super().__setitem__(_OWN, own)
