@@ -72,14 +72,12 @@ def check_reads(optimizer: Optimizer, *, reads: Declared, plan: ParallelPlan) ->
         )
     if reads == "element":
         return
-    if (
-        own := next((step for each in members(optimizer) if (step := patched_step(each)) is not None), None)
-    ) is not None:
+    if patched := [step for each in members(optimizer) if (step := patched_step(each)) is not None]:
         raise OptimizerMismatchError(
-            f"{_name(optimizer)}.step is {getattr(own, '__qualname__', own)} of {getattr(own, '__module__', '')}, which "
-            "the program has put in its place. It would see parts of parameters, since the whole ones exist inside of "
-            "the optimizer's own step alone. Use optimizer.register_step_pre_hook and register_step_post_hook before "
-            "the call, or a subclass of the optimizer with this step. If it reads each element alone, pass "
+            f"{_name(optimizer)}.step is {getattr(patched[0], '__qualname__', patched[0])}, which the program has put "
+            "in its place. It would see parts of parameters, since the whole ones exist inside of the optimizer's own "
+            "step alone. Use optimizer.register_step_pre_hook and register_step_post_hook before the call, or a "
+            "subclass of the optimizer with this step. If it reads each element alone, pass "
             f"ToDistributedConfig(optimizer_reads='element'). {otherwise}"
         )
     if plan.pp > 1 and any(map(has_step_hooks, {optimizer, *members(optimizer)})):

@@ -16,7 +16,7 @@ _SHARE = 1 / 16  # of the elements that a rank owns, as far as that is more
 
 
 def owners_of(groups: Sequence[Sequence[nn.Parameter]], mesh: Mesh, gradients: Gradients) -> dict[int, tuple[int, ...]]:
-    """Return the ranks that step each parameter of this stage, by its id, so that each steps about equally many elements.
+    """Return the ranks that step each parameter of this stage, by its id. Each rank steps about equally many elements.
 
     A parameter's owner is the rank that has most of it between steps, as far as no rank steps more than its share by
     this rule. So little has to be sent, since most of a bucket's parameters lie in the segment of one rank. Of each

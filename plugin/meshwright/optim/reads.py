@@ -89,7 +89,7 @@ def patched_step(optimizer: Optimizer) -> Callable[..., object] | None:
     torch's schedulers, which count the steps, replace it too.
     """
     own = vars(optimizer).get("step")
-    return None if own is None or not _is_foreign(own) else own
+    return None if own is None or not _is_foreign(own, inside=type(optimizer).step) else own
 
 
 def _functions(optimizer: Optimizer) -> Iterator[object]:
@@ -102,11 +102,18 @@ def _functions(optimizer: Optimizer) -> Iterator[object]:
             yield value
 
 
-def _is_foreign(function: object) -> bool:
-    """Return whether a function, or one that it wraps, is the program's: neither torch's nor Python's."""
+def _is_foreign(function: object, inside: object = None) -> bool:
+    """Return whether a function, or one that it wraps, is the program's: neither torch's nor Python's.
+
+    Args:
+        function: the function.
+        inside: a function that it may wrap, whoever has written that.
+    """
     while True:
         if isinstance(function, classmethod | staticmethod | MethodType):
             function = function.__func__
+        if function is inside:
+            return False
         if not isinstance(function, FunctionType):
             return callable(function) and not isinstance(function, type | ModuleType) and _is_of_program(type(function))
         if _is_of_program(function):

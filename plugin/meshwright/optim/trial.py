@@ -97,7 +97,9 @@ class Trial:
             new = self._memo[id(value)] = []
             new.extend(self._copied(x) for x in value if not self._is_left_out(x))
         elif type(value) is tuple:
-            new = tuple(self._copied(x) for x in value)
+            return tuple(self._copied(x) for x in value)
+        if new is not value:
+            self._memo[id(value)] = new
         return new
 
     def _is_left_out(self, *values: object) -> bool:

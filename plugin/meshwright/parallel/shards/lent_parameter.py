@@ -1,4 +1,4 @@
-"""Parameters during the step of an optimizer that steps them whole: the owned ones are whole, the others cannot be read."""
+"""Parameters in the step of an optimizer that steps them whole: the owned ones are whole, others cannot be read."""
 
 from __future__ import annotations
 
