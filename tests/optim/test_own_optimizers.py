@@ -45,7 +45,7 @@ def centre(optimizer: torch.optim.Optimizer, *_: object) -> None:
 @torch.no_grad()
 def normalise(optimizer: torch.optim.Optimizer, *_: object) -> None:
     for p in (p for group in optimizer.param_groups for p in group["params"] if p.ndim > 1):
-        p.div_(p.norm(dim=1, keepdim=True))
+        p.div_(p.norm(dim=1, keepdim=True).clamp(min=1e-3))  # the padding's row is 0
 
 
 def clip_by_all(optimizer: torch.optim.Optimizer, *_: object) -> None:

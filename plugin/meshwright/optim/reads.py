@@ -75,7 +75,8 @@ def _keeps_32_bits(optimizer: Any) -> bool:
     """Return whether an optimizer of bitsandbytes quantises nothing and reads no norm, for any parameter."""
     options, manager = optimizer.args, optimizer.mng
     own = [*manager.pid2config.values(), *(config for *_, config in manager.module_weight_config_triple)]
-    return options.optim_bits == 32 and options.percentile_clipping == 100 and not options.max_unorm and not any(own)
+    reads_norm = options.max_unorm or getattr(options, "percentile_clipping", 100) != 100  # the latter in old versions
+    return options.optim_bits == 32 and not reads_norm and not any(own)
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from meshwright.parallel.shards.sharded_parameter import ShardedParameter
 from meshwright.parallel.shards.stand_in import StandIn, become
 
 
@@ -31,7 +30,7 @@ class OwnedParameter:
 
     def __init__(self, parameter: nn.Parameter, whole: nn.Parameter):
         self.whole, self._kind = whole, type(parameter)
-        self.stepped = parameter if self._kind in (nn.Parameter, ShardedParameter) else whole
+        self.stepped = parameter if _is_ours(self._kind) else whole
         self._data: Tensor = parameter.data
         self._gradient = parameter.grad
         if self.stepped is parameter:
@@ -56,10 +55,15 @@ class LentParameter:
 
     def __init__(self, parameter: nn.Parameter):
         self._parameter, self._kind = parameter, type(parameter)
-        if self._kind in (nn.Parameter, ShardedParameter):
+        if _is_ours(self._kind):
             become(parameter, SteppedElsewhere)
 
     def give_back(self) -> None:
         """Give the parameter its class again."""
         if type(self._parameter) is SteppedElsewhere:
             become(self._parameter, self._kind)
+
+
+def _is_ours(kind: type) -> bool:
+    """Return whether a parameter's class is torch's own, or one that the runtime has given to it."""
+    return kind is nn.Parameter or issubclass(kind, StandIn)
