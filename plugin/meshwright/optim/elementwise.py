@@ -86,7 +86,8 @@ def check_reads(optimizer: Optimizer, *, reads: Declared, plan: ParallelPlan) ->
             "so a hook that reads all of them would see others than on one device. Pass "
             "ToDistributedConfig(optimizer_reads='element') for a hook that reads no parameter, or use a plan with pp=1"
         )
-    if reads is None and (why := _why_not_apart(optimizer)) is not None:
+    unknown = [each for each in members(optimizer) if reads is None and not is_known(each)]
+    if (why := next((why for each in unknown if (why := why_not_apart(each))), None)) is not None:
         raise OptimizerMismatchError(
             f"{_name(optimizer)} can be stepped neither in shards nor one parameter at a time: {why}. If it "
             "updates each element from that element alone, pass ToDistributedConfig(optimizer_reads='element'); if "
@@ -100,11 +101,6 @@ def whole_groups(optimizer: Optimizer, *, reads: Declared, plan: ParallelPlan) -
         return []
     found = reads_of(optimizer) if reads is None else [Reads(reads)] * len(optimizer.param_groups)
     return [index for index, of_group in enumerate(found) if of_group is Reads.PARAMETER]
-
-
-def _why_not_apart(optimizer: Optimizer) -> str | None:
-    """Return why an optimizer cannot step parts of its parameters alone, unless it is known to."""
-    return next((why for each in members(optimizer) if not is_known(each) and (why := why_not_apart(each))), None)
 
 
 def _whole(plan: ParallelPlan) -> str:

@@ -39,8 +39,8 @@ class StepHooks:
             setattr(self._optimizer, name, register)
         for each in members(self._optimizer):
             if each is not self._optimizer and not self._is_inside:
-                each.register_step_pre_hook = functools.partial(_refuse, type(each).__name__)  # type: ignore[method-assign]
-                each.register_step_post_hook = functools.partial(_refuse, type(each).__name__)  # type: ignore[method-assign]
+                each.register_step_pre_hook = functools.partial(_late_hook, type(each).__name__)  # type: ignore[method-assign]
+                each.register_step_post_hook = functools.partial(_late_hook, type(each).__name__)  # type: ignore[method-assign]
 
     @property
     def _pre(self) -> OrderedDict[int, Any]:
@@ -61,7 +61,7 @@ class StepHooks:
                 hooks.move_to_end(key)
 
 
-def _refuse(name: str, hook: object) -> RemovableHandle:
+def _late_hook(name: str, hook: object) -> RemovableHandle:
     raise ValueError(
         f"this {name} is a part of a distributed ChainedOptimizer and steps parts of parameters, which a hook of its "
         f"step would read as whole ones. Register the hook before to_distributed, so that {name} steps whole "

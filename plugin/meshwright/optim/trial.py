@@ -149,26 +149,28 @@ def why_not_on_host(optimizer: Optimizer) -> str | None:
 def why_not_apart(optimizer: Optimizer) -> str | None:
     """Return why the parameters of an optimizer cannot be stepped apart, each whole; None if a trial shows nothing.
 
-    Copies of the optimizer step two small parameters of each group, all of them together, and each half alone.
+    Copies of the optimizer step three small parameters of each group together, and then the first with each of the
+    others, as owners do.
     """
     counts = [len(group["params"]) for group in optimizer.param_groups]
     if optimizer not in _found or _found[optimizer][0] != counts:
-        _found[optimizer] = counts, _why_not_apart(optimizer)
+        _found[optimizer] = counts, _difference_apart(optimizer)
     return _found[optimizer][1]
 
 
-def _why_not_apart(optimizer: Optimizer) -> str | None:
+def _difference_apart(optimizer: Optimizer) -> str | None:
     generator = torch.Generator().manual_seed(0)
-    chosen = [(i, j) for i, g in enumerate(optimizer.param_groups) for j in sorted({0, len(g["params"]) - 1} - {-1})]
+    counts = [len(group["params"]) for group in optimizer.param_groups]
+    chosen = [(i, j) for i, count in enumerate(counts) for j in sorted({0, 1, count - 1}) if 0 <= j < count]
+    halves = [[key for key in chosen if key[1] == 0 or (key[1] == 1) == is_first] for is_first in (True, False)]
     of_all = {key: _values_like(optimizer.param_groups[key[0]]["params"][key[1]], generator) for key in chosen}
     steps = [
         {key: scale * torch.randn(x.shape, generator=generator, dtype=x.dtype) for key, x in of_all.items()}
         for scale in _SCALES
     ]
     together: Trial | None = None
-    for keys in (chosen, chosen[::2], chosen[1::2]):
-        groups = range(len(optimizer.param_groups))
-        values = [{key[1]: of_all[key] for key in keys if key[0] == index} for index in groups]
+    for keys in (chosen, *halves):
+        values = [{key[1]: of_all[key] for key in keys if key[0] == index} for index in range(len(counts))]
         try:
             trial = Trial(optimizer, values)
             for gradients in steps:
@@ -182,7 +184,7 @@ def _why_not_apart(optimizer: Optimizer) -> str | None:
             starts = [of_all[key] for key in keys]
             is_idle = all(torch.equal(p.detach().cpu(), x) for p, x in zip(trial.parameters, starts, strict=True))
             has_rates = all(group.get("lr", 1) for group in trial.optimizer.param_groups)
-            if is_idle and has_rates and not any(trial.optimizer.state.values()):
+            if is_idle and has_rates and not any(map(len, trial.optimizer.state.values())):
                 return "its step() changes nothing, so it does not step the parameters that it has"
             continue
         pairs = [(together.parameters[chosen.index(key)], p) for key, p in zip(keys, trial.parameters, strict=True)]

@@ -91,6 +91,7 @@ class WholeSteps:
         self._parts: list[list[nn.Parameter]] = []  # what each group has outside of this window
         self._moves: dict[tuple[int, ...], list[_Move]] = {}
         self._lent: list[LentParameter] = []
+        self._random: list[Tensor] = []  # the random states at the begin of a step
         self._owned: list[OwnedParameter] = []
 
     def hook_end(self) -> None:
@@ -171,13 +172,14 @@ class WholeSteps:
         for owned in self._owned:
             if owned.whole in state:
                 state[owned.stepped] = state.pop(owned.whole)
+        self._random = _random_states(self._device)
 
     def close(self) -> None:
         """Give every rank its parts of what the owners have made of the parameters.
 
         Raises:
             OptimizerMismatchError: on every rank, if the ranks have stepped a parameter that all of them step to
-                different values.
+                different values, or if the step of one has drawn random numbers.
         """
         if not self._parts:
             return
@@ -192,8 +194,10 @@ class WholeSteps:
             if owned.stepped is not owned.whole and owned.stepped in state:
                 state[owned.whole] = state.pop(owned.stepped)
         with reading_shards():
-            for each in (*self._owned, *self._lent):
-                each.give_back()
+            for owned in self._owned:
+                owned.give_back()
+            for lent in self._lent:
+                lent.give_back()
         for group, parts in zip(groups, self._parts, strict=False):
             group["params"] = parts
         self._parts, self._owned, self._lent = [], [], []
@@ -210,24 +214,29 @@ class WholeSteps:
         shared = [next((p for p in group if id(p) in several), None) for group in self._of_group]
         wholes = [None if p is None else self._wholes[id(p)] for p in shared]
         nothing = torch.zeros((), dtype=torch.int64, device=self._device)
-        own = torch.stack([nothing if x is None else memory_digest(x.detach()).to(self._device) for x in wholes])
-        rows = all_gather(own.view(1, -1), self._world).tolist()
-        for rank, row in enumerate(rows):
+        own = [nothing if x is None else memory_digest(x.detach()).to(self._device) for x in wholes]
+        has_drawn = not all(map(torch.equal, self._random, _random_states(self._device)))
+        *rows, draws = all_gather(torch.stack([*own, nothing + has_drawn]).view(1, -1), self._world).T.tolist()
+        if any(draws):
+            self._raise_unequal(f"drew random numbers in its step on rank {draws.index(1)}")
+        for rank in self._ranks:
             first = next(r for r, place in enumerate(self._mesh.places) if place["pp"] == self._mesh.places[rank]["pp"])
-            for index, (value, wanted) in enumerate(zip(row, rows[first], strict=True)):
-                if value != wanted:
-                    self._raise_unequal(self._groups[index], first, rank, shared[index])
+            if (
+                index := next((i for i, of_rank in enumerate(rows) if of_rank[rank] != of_rank[first]), None)
+            ) is not None:
+                what = "a parameter" if (parameter := shared[index]) is None else layout_of(parameter).name
+                self._raise_unequal(
+                    f"made of {what}, of its group {self._groups[index]}, other values on rank {first} than on rank "
+                    f"{rank}, which stepped it beside other parameters"
+                )
 
-    def _raise_unequal(self, group: int, first: int, rank: int, parameter: nn.Parameter | None) -> None:
-        name = " and ".join(type(each).__name__ for each in members(self._optimizer))
-        what = "a parameter" if parameter is None else layout_of(parameter).name
+    def _raise_unequal(self, what: str) -> None:
         raise OptimizerMismatchError(
-            f"{name} made of {what}, of its group {group}, other values on rank {first} than on rank {rank}, which "
-            "stepped it beside other parameters. So the step, or a hook of it, reads several parameters to update one, "
-            "or draws random numbers, and each rank has some of the parameters whole. Clip gradients by "
-            "mw.clip_grad_norm_(model, 1.0) in place of a hook; use a plan that leaves weights and state whole "
-            "(tp=1, pp=1, zero_stage=0); or, if each element is updated from that element alone, pass "
-            "ToDistributedConfig(optimizer_reads='element')"
+            f"{' and '.join(type(each).__name__ for each in members(self._optimizer))} {what}. So the step, or a hook "
+            "of it, does not update each parameter from that parameter alone, and each rank has some of the parameters "
+            "whole. Clip gradients by mw.clip_grad_norm_(model, 1.0) in place of a hook; use a plan that leaves "
+            "weights and state whole (tp=1, pp=1, zero_stage=0); or, if each element is updated from that element "
+            "alone, pass ToDistributedConfig(optimizer_reads='element')"
         )
 
     def _gather(self) -> None:
@@ -399,3 +408,8 @@ def _as_state(value: object, whole: nn.Parameter) -> object:
     if not value.ndim:
         return value.cpu() if whole.is_cpu else value
     return value.to(whole.device, whole.dtype if value.is_floating_point() else value.dtype)
+
+
+def _random_states(device: torch.device) -> list[Tensor]:
+    """Return the states from which an optimizer on a device may draw."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
