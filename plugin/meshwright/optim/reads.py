@@ -94,13 +94,27 @@ def patched_step(optimizer: Optimizer) -> Callable[..., object] | None:
 
 
 def _functions(optimizer: Optimizer) -> Iterator[object]:
-    """Yield what a step of one of torch's optimizers may call: methods, and functions of the class's module."""
-    for kind in type(optimizer).__mro__[:-1]:
-        yield from vars(kind).values()
-        yield from vars(sys.modules[kind.__module__]).values()
-    for name, value in vars(optimizer).items():
-        if name != "step" and callable(getattr(type(optimizer), name, None)):
-            yield value
+    """Yield what a step of one of torch's optimizers may call: methods, and functions of its modules that they name."""
+    own = [
+        x for name, x in vars(optimizer).items() if name != "step" and callable(getattr(type(optimizer), name, None))
+    ]
+    found = [*own, *(x for kind in type(optimizer).__mro__[:-1] for x in vars(kind).values())]
+    seen: set[int] = set()
+    while found:
+        function = found.pop()
+        if isinstance(function, classmethod | staticmethod | MethodType):
+            function = function.__func__
+        if id(function) in seen:
+            continue
+        seen.add(id(function))
+        yield function
+        if isinstance(function, FunctionType) and function.__globals__["__name__"].startswith("torch.optim"):
+            found += [vars(function).get("__wrapped__")]
+            found += [
+                x
+                for name in function.__code__.co_names
+                if isinstance(x := function.__globals__.get(name), FunctionType)
+            ]
 
 
 def _is_foreign(function: object, inside: object = None) -> bool:
