@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import meshwright as mw
 from meshwright.optim import thawing
+from meshwright.optim.runtime import runtime_of
 from meshwright.optim.zero.ownership import EqualSlices
 from meshwright.plan.flat_offsets import flat_offsets
 from support.exact import Float64, relative_difference
@@ -182,7 +183,9 @@ def half_precision(plan: dict[str, Any] | None, steps: int = 30) -> tuple[list[f
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return losses, {str(p.dtype) for group in optimizer.param_groups for p in group["params"]}
+    zero = None if plan is None else runtime_of(model).gradients.zero
+    stepped = model.parameters() if zero is None else (piece.stepped for piece in zero.slices)
+    return losses, {str(p.dtype) for p in stepped}
 
 
 def test_bf16_parameters_have_float32_masters(pool2: Any) -> None:

@@ -283,8 +283,7 @@ class ScheduleFree(torch.optim.Optimizer):
             if group["train_mode"] != train_mode:
                 group["train_mode"] = train_mode
                 for p in group["params"]:
-                    if "z" in self.state[p]:
-                        p.lerp_(self.state[p]["z"], weight)
+                    p.lerp_(self.state[p]["z"], weight)  # which only the owner has
 
     def train(self) -> None:
         self._switch(0.1, True)
@@ -300,7 +299,8 @@ def evaluate_between(plan: dict[str, Any] | None) -> dict[str, torch.Tensor]:
         if plan is not None:
             model, optimizer, _ = mw.to_distributed(model, optimizer, plan=mw.ParallelPlan(**plan))
         for step in range(4):
-            optimizer.train()
+            if step:
+                optimizer.train()
             ids = tokens(4, 12, seed=step)
             if plan is not None:
                 ids = ids.chunk(plan.get("dp", 1))[dist.get_rank() % plan.get("dp", 1)]

@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from meshwright.optim.chained import members
-from meshwright.optim.reads import Reads, reads_of, trial_step
+from meshwright.optim.reads import Reads, reads_of
+from meshwright.optim.trial import trial_step
 from meshwright.planner.job.optimizers import OPTIMIZERS, OptimizerKind
 
 _ROWS, _COLUMNS = (64, 128), 96  # large enough for an optimizer that quantises the state of large parameters

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from meshwright.data.reading_time import waited_for_data
 from meshwright.faults import interpose
@@ -23,6 +22,7 @@ from meshwright.monitor.figures import RankFigures
 from meshwright.monitor.held_memory import peak_memory
 from meshwright.monitor.parts import CudaParts, HostParts
 from meshwright.optim.chained import members, stepping
+from meshwright.optim.every_step import watch_every_step
 from meshwright.optim.runtime import Runtime, find_runtime
 from meshwright.parallel.batch.schema import BatchSchema
 from meshwright.parallel.output_loss import loss_of
@@ -76,7 +76,7 @@ class StepObserver:
             module.register_forward_pre_hook(self._enter, with_kwargs=True)
             module.register_forward_hook(self._leave, always_call=True)
         if runtime.engine is None:
-            self._watch_optimizers()
+            watch_every_step(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepObserver:
         return self  # the hooks of a copied model do nothing, since they know the original one
@@ -180,20 +180,15 @@ class StepObserver:
         if self._keeps and (loss := loss_of(output)) is not None:
             self._losses.append(loss.detach())
 
-    def _watch_optimizers(self) -> None:
-        # torch keeps the hooks, so a strong reference would keep the model forever.
-        reference = weakref.ref(self)
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Called before each step of each optimizer."""
+        if self._leads(optimizer):
+            self._parts.begin("optimizer", is_sampled=self._is_sampled)
 
-        def before(optimizer: Optimizer, args: object, kwargs: object) -> None:
-            if (of := reference()) is not None and of._leads(optimizer):
-                of._parts.begin("optimizer", is_sampled=of._is_sampled)
-
-        def after(optimizer: Optimizer, args: object, kwargs: object) -> None:
-            if (of := reference()) is not None and of._leads(optimizer):
-                of.end_step(lr=optimizer.param_groups[0]["lr"] if of._keeps else None, norm=None)
-
-        for handle in (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)):
-            weakref.finalize(self, handle.remove)
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Called after each step of each optimizer."""
+        if self._leads(optimizer):
+            self.end_step(lr=optimizer.param_groups[0]["lr"] if self._keeps else None, norm=None)
 
     def _leads(self, optimizer: Optimizer) -> bool:
         """Return whether an optimizer's step counts as the model's; of several optimizers, only that of the first."""

@@ -25,6 +25,7 @@ from meshwright.optim.offload import HostSteps
 from meshwright.optim.overflow import share_overflow
 from meshwright.optim.runtime import Runtime, attach
 from meshwright.optim.state_dicts import guard_optimizer
+from meshwright.optim.step_hooks import StepHooks
 from meshwright.optim.thawing import FixedParameters, TrainedParameters
 from meshwright.optim.whole_steps import WholeSteps
 from meshwright.optim.zero.sliced_optimizer import hook_optimizer
@@ -69,6 +70,7 @@ def install_gradient_sync(
         runtime.comparison.hooks = trained.hooks
     if optimizer is not None:
         gradients.has_optimizer = True
+        hooks = StepHooks(optimizer, is_inside=len(whole_groups) == len(optimizer.param_groups))
         optimizer.register_step_pre_hook(gradients.check_synced)
         if runtime.comparison is not None:
             is_sharded = zero_stage > 0 or whole is not None
@@ -93,8 +95,8 @@ def install_gradient_sync(
         if runtime.weights is not None:
             optimizer.register_step_post_hook(runtime.weights.release)
         StepWindow().over(optimizer)
-        if host is not None:
-            host.end_hooks()
+        if runtime.spreads_gradients:
+            hooks.arrange()
         if isinstance(optimizer, ChainedOptimizer):
             optimizer.step_together()
         for each in {optimizer, *members(optimizer)}:

@@ -1,4 +1,4 @@
-"""Checks that ranks can step what they have of an optimizer's parameters as one device would."""
+"""Decides which of an optimizer's parameters ranks step in parts, and which whole, or refuses the optimizer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from torch.optim import Optimizer
 
 from meshwright.errors import OptimizerMismatchError
 from meshwright.optim.chained import members
-from meshwright.optim.reads import ELEMENTWISE, Reads, reads_of, why_not_on_host
+from meshwright.optim.reads import ELEMENTWISE, Reads, has_step_hooks, is_known, patched_step, reads_of
+from meshwright.optim.trial import why_not_apart, why_not_on_host
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 
 Declared = Literal["element", "parameter"] | None
@@ -29,8 +30,7 @@ def check_elementwise(optimizer: Optimizer, *, is_trusted: bool, plan: ParallelP
         plan: the plan; one that leaves each tensor whole takes any optimizer. None if ZeRO alone shards.
 
     Raises:
-        OptimizerMismatchError: for factored, layer-wise or matrix updates (Adafactor, LAMB, Muon, ...),
-            and for optimizers that update an element in a way that cannot be found out.
+        OptimizerMismatchError: for optimizers that are not known to update each element from that element alone.
     """
     whole = "zero_stage=0" if plan is None else _whole(plan)
     if not whole or is_trusted or all(reads is Reads.ELEMENT for reads in reads_of(optimizer)):
@@ -39,7 +39,7 @@ def check_elementwise(optimizer: Optimizer, *, is_trusted: bool, plan: ParallelP
         f"{_name(optimizer)} is not known to update each element from that element alone, so its step "
         "on a shard may differ from its step on the whole tensor. Use one of "
         f"{', '.join(known.__name__ for known in ELEMENTWISE)}; or pass the optimizer to to_distributed, which steps "
-        "parameters whole where an optimizer reads them whole. If it is elementwise, pass "
+        "whole parameters with any other optimizer. If it is elementwise, pass "
         f"ToDistributedConfig(optimizer_is_elementwise=True). Otherwise use a plan with {whole}"
     )
 
@@ -54,7 +54,7 @@ def check_reads(optimizer: Optimizer, *, reads: Declared, plan: ParallelPlan) ->
 
     Raises:
         OptimizerMismatchError: for updates that read several parameters at once (Prodigy, LBFGS), for steps inside of
-            backward (LOMO), and for optimizers whose update cannot be found out; with offload also for optimizers that
+            backward (LOMO), and for a ``step`` that the program has replaced; with offload also for optimizers that
             cannot step on the host.
     """
     if plan.offload is not None and (why := why_not_on_host(optimizer)) is not None:
@@ -64,20 +64,34 @@ def check_reads(optimizer: Optimizer, *, reads: Declared, plan: ParallelPlan) ->
         )
     if not (whole := _whole(plan)):
         return
+    otherwise = f"Otherwise use a plan with {whole}, or one of {', '.join(known.__name__ for known in ELEMENTWISE)}"
     if any(_needs_closure(each) for each in members(optimizer)):
         raise OptimizerMismatchError(
             f"{_name(optimizer)} has a step that needs a closure. Such a step may compute the loss again and read "
-            f"all parameters at once, of which a rank has parts. Use a plan with {whole}, or one of "
-            f"{', '.join(known.__name__ for known in ELEMENTWISE)}"
+            f"all parameters at once, of which a rank has parts. {otherwise}"
         )
-    if reads is not None:
+    if reads == "element":
         return
-    if (unknown := next((text for text in reads_of(optimizer) if not isinstance(text, Reads)), None)) is not None:
+    if patched := [step for each in members(optimizer) if (step := patched_step(each)) is not None]:
         raise OptimizerMismatchError(
-            f"{_name(optimizer)} can be stepped neither in shards nor one parameter at a time: {unknown}. If it "
+            f"{_name(optimizer)}.step is {getattr(patched[0], '__qualname__', patched[0])}, which the program has put "
+            "in its place. It would see parts of parameters, since the whole ones exist inside of the optimizer's own "
+            "step alone. Use optimizer.register_step_pre_hook and register_step_post_hook before the call, or a "
+            "subclass of the optimizer with this step. If it reads each element alone, pass "
+            f"ToDistributedConfig(optimizer_reads='element'). {otherwise}"
+        )
+    if plan.pp > 1 and any(map(has_step_hooks, {optimizer, *members(optimizer)})):
+        raise OptimizerMismatchError(
+            f"{_name(optimizer)} has hooks of its step, and each of the {plan.pp} stages steps parameters of its own, "
+            "so a hook that reads all of them would see others than on one device. Pass "
+            "ToDistributedConfig(optimizer_reads='element') for a hook that reads no parameter, or use a plan with pp=1"
+        )
+    unknown = [each for each in members(optimizer) if reads is None and not is_known(each)]
+    if (why := next((why for each in unknown if (why := why_not_apart(each))), None)) is not None:
+        raise OptimizerMismatchError(
+            f"{_name(optimizer)} can be stepped neither in shards nor one parameter at a time: {why}. If it "
             "updates each element from that element alone, pass ToDistributedConfig(optimizer_reads='element'); if "
-            "it updates each parameter from that parameter alone, optimizer_reads='parameter'. Otherwise use a plan "
-            f"with {whole}, or one of {', '.join(known.__name__ for known in ELEMENTWISE)}"
+            f"it updates each parameter from that parameter alone, optimizer_reads='parameter'. {otherwise}"
         )
 
 

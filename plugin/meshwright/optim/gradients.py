@@ -39,6 +39,12 @@ class StepsWhole(Protocol):
     def part_of(self, parameter: nn.Parameter) -> tuple[TensorLayout, nn.Parameter | None]:
         """Return where the state of a parameter is: its layout, and on the owner the key of the state."""
 
+    def open(self) -> None:
+        """Let the optimizer have the whole parameters that this rank owns; every rank makes the call."""
+
+    def close(self) -> None:
+        """Give every rank its parts of what the owners have made of the parameters."""
+
 
 @dataclass(eq=False)
 class Engine:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwright.optim.chained import members, stepping
-from meshwright.optim.reads import ELEMENTWISE
+from meshwright.optim.reads import ELEMENTWISE, patched_step
 from meshwright.optim.zero.host_copy import HostCopy, SideStream, on_host
 from meshwright.optim.zero.zero_optimizer import ReduceScatter, ShardedBucket
 from meshwright.parallel.shards.reads import reading_shards
@@ -44,15 +44,10 @@ class HostSteps:
         self._options: list[_LentOption] = []
         self._sent: set[int] = set()  # the ids of the buckets whose stepped weights are on their way back
         self._side: SideStream | None = None
-        self._last_hook: int | None = None  # of those that the call adds
 
     def hook_begin(self) -> None:
         """Add the hook that begins a step, after those that settle the gradients."""
         self._optimizer.register_step_pre_hook(self._open)
-
-    def end_hooks(self) -> None:
-        """Say that all hooks of the call are added. Those that follow are the program's, and see a step as a whole."""
-        self._last_hook = self._newest_hook()
 
     def hook_end(self) -> None:
         """Add the hook that ends a step, before those that publish what was stepped."""
@@ -98,7 +93,8 @@ class HostSteps:
                     setattr(each, name, number.cpu())
         self._sent = set()
         self.lend()
-        is_early = not self._has_other_hooks()
+        # The hooks of a chain's parts run when these step, and may change what is stepped.
+        is_early = not any(each._optimizer_step_pre_hooks for each in members(optimizer) if each is not optimizer)
         with torch.no_grad(), reading_shards():
             arriving = [(sharded, self._fetch(sharded)) for sharded in self._reduction.sharded]
             for sharded, wait in arriving:
@@ -121,14 +117,6 @@ class HostSteps:
         gradients = [(p.in_shard, p.shard.grad) for p in sharded.slices if p.shard.grad is not None]
         return self._side.run(functools.partial(host.fetch, gradients))
 
-    def _has_other_hooks(self) -> bool:
-        """Return whether hooks of the program run after this one, which may change what is stepped."""
-        of_parts = [each for each in members(self._optimizer) if each is not self._optimizer]
-        return self._newest_hook() != self._last_hook or any(each._optimizer_step_pre_hooks for each in of_parts)
-
-    def _newest_hook(self) -> int:
-        return list(self._optimizer._optimizer_step_pre_hooks)[-1]
-
     def _step_early(self, sharded: ShardedBucket) -> None:
         """Step a bucket while others arrive, if its optimizers are torch's, which step each parameter by itself."""
         own = {id(piece.stepped) for piece in sharded.slices}
@@ -137,7 +125,7 @@ class HostSteps:
             return
         of_bucket = [[p for p in group["params"] if id(p) in own] for group in groups]
         found = [each for each in stepping(self._optimizer) if any(_has_any(group, own) for group in each.param_groups)]
-        if not found or not all(any(type(each).step is known.step for known in ELEMENTWISE) for each in found):
+        if not found or not all(type(each) in ELEMENTWISE and patched_step(each) is None for each in found):
             return
         lists = [group["params"] for group in groups]
         _set_parameters(self._optimizer, of_bucket)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
@@ -10,7 +11,9 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from meshwright.optim.chained import chain_of
 from meshwright.optim.runtime import Runtime, find_runtime, live_runtimes
+from meshwright.optim.zero.sliced_optimizer import LentSlices
 from meshwright.parallel.collectives import maximum
 from meshwright.parallel.gradients.loss_scale import LossScale
 from meshwright.parallel.shards.reads import reading_shards
@@ -37,7 +40,10 @@ def share_overflow() -> None:
             runtime.gradients.settle()
             if (scale := runtime.features.find(LossScale)) is not None:
                 scale.follow(self)
-        with reading_shards():
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(reading_shards())
+            if find_runtime(optimizer) is not None and (zero := runtimes[0].gradients.zero) is not None:
+                stack.enter_context(LentSlices(chain_of(optimizer), zero))
             found: Found = original(self, optimizer, inv_scale, found_inf, allow_fp16)
         for runtime in runtimes:
             found = _of_all_ranks(found, found_inf, runtime)

@@ -8,11 +8,11 @@ import weakref
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from meshwright.errors import OptimizerMismatchError
 from meshwright.layout.tensor_layout import layout_of
 from meshwright.optim.elementwise import check_elementwise
+from meshwright.optim.every_step import watch_every_step
 from meshwright.optim.runtime import Runtime, find_runtime
 from meshwright.parallel.autograd_graph import in_backward
 from meshwright.parallel.shards.guard_windows import StepWindow
@@ -23,38 +23,38 @@ logger = logging.getLogger(__name__)
 def watch_steps(runtime: Runtime, *, is_trusted: bool) -> None:
     """Make an optimizer step raise if it would use unreduced gradients, or would not reach the parameters.
 
-    The check is a global hook of torch on the steps of all optimizers. It is removed when the runtime is gone. Under a
-    pipeline the weights that a stage holds whole have gradients that are marked as this rank's, so an optimizer that
-    was not passed to the call gets the window that the model's own one has.
+    Under a pipeline the weights that a stage holds whole have gradients that are marked as this rank's, so an optimizer
+    that was not passed to the call gets the window that the model's own one has.
 
     Args:
-        runtime: the runtime of a distributed model.
+        runtime: the runtime of a distributed model, which keeps what watches.
         is_trusted: see ``check_elementwise``.
     """
-    # torch keeps the hook, so a strong reference to the runtime would keep both of them forever.
-    reference = weakref.ref(runtime)
+    watch_every_step(runtime.features.add(_StepWatch(runtime, is_trusted=is_trusted), is_copied=False))
 
-    has_warned = has_told = False
-    window = StepWindow()
 
-    def look(optimizer: Optimizer, args: object, kwargs: object) -> None:
-        nonlocal has_warned, has_told
-        if (of := reference()) is None or of.gradients.trained is None or of.engine is not None:
+class _StepWatch:
+    def __init__(self, runtime: Runtime, *, is_trusted: bool):
+        self._runtime, self._is_trusted = weakref.ref(runtime), is_trusted
+        self._has_warned = self._has_told = False
+        self._window = StepWindow()
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        if (of := self._runtime()) is None or of.gradients.trained is None or of.engine is not None:
             return
-        _look(optimizer, of, is_trusted)
-        if not has_told:
-            has_told = _warn_of_unused_zero(optimizer, of)
-        if not has_warned and of.mesh.tokens.size > 1 and find_runtime(optimizer) is None:
-            has_warned = _warn_of_strangers(optimizer)
+        _look(optimizer, of, self._is_trusted)
+        is_own = find_runtime(optimizer) is not None
+        if not self._has_told:
+            self._has_told = _warn_of_unused_zero(optimizer, of)
+        if not self._has_warned and of.mesh.tokens.size > 1 and not is_own:
+            self._has_warned = _warn_of_strangers(optimizer)
         # In a hook, what a window would show of a gradient is not the whole that the hook sees.
         is_in_hook = of.gradients.hooks is not None and of.gradients.hooks.is_running
-        is_strange = of.mesh.pp.size > 1 and find_runtime(optimizer) is None
-        if is_strange and not is_in_hook and of.gradients.are_stepped_by(optimizer):
-            window.open(optimizer)
+        if of.mesh.pp.size > 1 and not is_own and not is_in_hook and of.gradients.are_stepped_by(optimizer):
+            self._window.open(optimizer)
 
-    weakref.finalize(runtime, register_optimizer_step_pre_hook(look).remove)
-    if runtime.mesh.pp.size > 1:
-        weakref.finalize(runtime, register_optimizer_step_post_hook(window.close).remove)
+    def after_step(self, optimizer: Optimizer) -> None:
+        self._window.close()
 
 
 def _look(optimizer: Optimizer, runtime: Runtime, is_trusted: bool) -> None:

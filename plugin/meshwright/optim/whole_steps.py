@@ -1,23 +1,28 @@
 """Steps parameters whole, each on one rank, for optimizers whose update of a parameter reads all of it.
 
-Between steps the optimizer has the parts of the parameters that ranks have under any plan: shards, or slices of them
-under ZeRO. Norms, clipping, accumulation and masters are those of any optimizer. For a step, every parameter and its
-gradient are sent whole to its owner, whose optimizer has the whole parameter in the place of the part, and its state.
-The ranks then get their parts of the result::
+Between steps ranks have the parts of the parameters that they have under any plan: shards, or slices of them under
+ZeRO. Norms, clipping, accumulation and masters are those of any optimizer. For a step, every parameter and its gradient
+are sent whole to its owner. There the model's own parameter, which the optimizer knows by its identity, has the whole
+values and the whole gradient while the step and the program's hooks of it run. The ranks then get their parts of the
+result::
 
     backward -> parts of gradients -> [ owners: whole parameters, whole gradients, step ] -> parts of the parameters
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from meshwright.errors import OptimizerMismatchError
+from meshwright.faults.memory_digest import memory_digest
 from meshwright.layout.blocks import StridedBlock, numel
 from meshwright.layout.row_layout import RowLayout
 from meshwright.layout.tensor_layout import TensorLayout, layout_of
@@ -25,9 +30,13 @@ from meshwright.mesh.axes import Axis, Mesh
 from meshwright.optim.chained import groups_of, members, stepping
 from meshwright.optim.gradients import Gradients
 from meshwright.optim.overrides import follow_overrides
-from meshwright.parallel.collectives import start_all_to_all_uneven
+from meshwright.optim.owners import owners_of
+from meshwright.parallel.collectives import all_gather, start_all_to_all_uneven
 from meshwright.parallel.gradients.buckets import flat_dtype
+from meshwright.parallel.shards.lent_parameter import LentParameter, OwnedParameter
 from meshwright.parallel.shards.reads import reading_shards
+
+logger = logging.getLogger(__name__)
 
 Blocks = list[StridedBlock]
 
@@ -38,20 +47,20 @@ class _Move:
 
     Args:
         parameter: the model's parameter.
-        owner: the rank that steps it.
-        sent: what each rank sends to the owner: together each element at least once.
+        owners: the ranks that step it, of which the first one's result counts.
+        sent: what each rank sends to the owners: together each element at least once.
         held: what each rank has.
-        has_values: whether the owner has the whole weights, so that it is sent the gradient alone.
+        has_values: whether each owner has the whole weights, so that it is sent the gradient alone.
     """
 
     parameter: nn.Parameter
-    owner: int
+    owners: tuple[int, ...]
     sent: dict[int, Blocks]
     held: dict[int, Blocks]
     has_values: bool
 
     def sent_numel(self, rank: int) -> int:
-        """Return the number of elements that a rank sends to the owner; the last says whether it has a gradient."""
+        """Return the number of elements that a rank sends to an owner; the last says whether it has a gradient."""
         return (1 if self.has_values else 2) * numel(self.sent[rank]) + 1
 
 
@@ -73,35 +82,49 @@ class WholeSteps:
         self._of_group = [list(optimizer.param_groups[index]["params"]) for index in groups]
         self._parameters = [p for parameters in self._of_group for p in parameters]
         self._known = set(map(id, self._parameters))
-        self._owners: dict[int, int] = {}  # by the id of the parameter, of this stage's parameters
+        self._owners: dict[int, tuple[int, ...]] = {}  # by the id of the parameter, of this stage's parameters
         self._device = self._parameters[0].device
         self._home = torch.device("cpu") if on_host else self._device
         state = optimizer.state
         self._given = {id(p): state.pop(p) for p in self._parameters if p in state}
         self._wholes: dict[int, nn.Parameter] = {}  # by the id of the parameter, those that this rank owns
-        self._parts: list[list[nn.Parameter]] = []  # what each group has between steps
+        self._parts: list[list[nn.Parameter]] = []  # what each group has outside of this window
         self._moves: dict[tuple[int, ...], list[_Move]] = {}
+        self._lent: list[LentParameter] = []
+        self._random: list[Tensor] = []  # the random states at the begin of a step
+        self._owned: list[OwnedParameter] = []
 
     def hook_end(self) -> None:
         """Add the hook that ends a step, before those that publish what was stepped."""
-        self._optimizer.register_step_post_hook(self._close)
+        self._optimizer.register_step_post_hook(lambda *_: self.close())
 
     def hook_begin(self) -> None:
         """Add the hook that begins a step, after those that settle the gradients; the parts are known by now."""
         self._optimizer.register_step_pre_hook(self._open)
-        self._owners = _owners(self._parameters, self._mesh, self._gradients)
+        self._owners = owners_of(self._of_group, self._mesh, self._gradients)
         for parameter in self._parameters:
-            if self._owners.get(id(parameter)) == self._mesh.index:
+            if self._mesh.index in self._owners.get(id(parameter), ()):
                 whole = nn.Parameter(torch.empty((), dtype=self._dtype(parameter), device=self._home))
                 whole.data = _without_memory(whole, layout_of(parameter).shape)
                 self._wholes[id(parameter)] = whole
                 for each in members(self._optimizer):
-                    follow_overrides(each, parameter, whole)
+                    follow_overrides(each, parameter, parameter)
                 if id(parameter) in self._given:
                     self._optimizer.state[whole] = {
                         name: _as_state(value, whole) for name, value in self._given[id(parameter)].items()
                     }
         self._given = {}
+        if self._mesh.is_first:
+            self._tell()
+
+    def _tell(self) -> None:
+        sent = sum(move.sent_numel(rank) for moves in self._by_dtype().values() for move in moves for rank in move.sent)
+        logger.info(
+            "%s steps %d parameters whole, each on one rank, since it is not known to update each element from that "
+            "element alone: in each step the ranks of a stage send each other up to %.1f M elements more. If it does, "
+            "pass ToDistributedConfig(optimizer_reads='element')",
+            " and ".join(type(each).__name__ for each in members(self._optimizer)), len(self._parameters), sent / 1e6,
+        )  # fmt: skip
 
     def has(self, parameter: nn.Parameter) -> bool:
         """Return whether a parameter is stepped whole, by a rank of this or of another stage."""
@@ -112,9 +135,10 @@ class WholeSteps:
         layout = layout_of(parameter)
         if not layout.is_held:
             return layout, None
-        size, owner = layout.shape.numel(), self._mesh.places[self._owners[id(parameter)]]["ranks"]
+        size = layout.shape.numel()
+        owners = {self._mesh.places[owner]["ranks"] for owner in self._owners[id(parameter)]}
         ranks = self._mesh.tokens.size * self._mesh.tp.size
-        spans = tuple(((0, size if rank == owner else 0),) for rank in range(ranks))
+        spans = tuple(((0, size if rank in owners else 0),) for rank in range(ranks))
         flat = TensorLayout(shape=layout.shape, stages=layout.stages, name=layout.name, place=layout.place)
         return flat.flattened(RowLayout(0, size, spans), "ranks"), self._wholes.get(id(parameter))
 
@@ -124,24 +148,96 @@ class WholeSteps:
                 f"{type(optimizer).__name__}.step(closure) computes gradients inside of the step, but parameters are "
                 "sent to the ranks that step them before it. Call loss.backward(), and then optimizer.step()"
             )
-        self._parts = []
-        stepped = {index for each in stepping(optimizer) for index in groups_of(each, optimizer)}
-        if stepped.isdisjoint(self._groups):
-            return  # of a chain, another optimizer steps alone
+        if not {index for each in stepping(optimizer) for index in groups_of(each, optimizer)}.isdisjoint(self._groups):
+            self.open()  # unless another optimizer of a chain steps alone
+
+    def open(self) -> None:
+        """Let the optimizer have the whole parameters that this rank owns; every rank makes the call."""
+        groups = [self._optimizer.param_groups[index] for index in self._groups]
+        self._end_window(groups)  # of a step that raised
         with torch.no_grad(), reading_shards():
             self._gather()
-        self._parts = [optimizer.param_groups[index]["params"] for index in self._groups]
-        for index, parameters in zip(self._groups, self._of_group, strict=True):
-            own = (self._wholes.get(id(p)) for p in parameters)
-            optimizer.param_groups[index]["params"] = [whole for whole in own if whole is not None and whole.numel()]
+            self._parts = [group["params"] for group in groups]
+            trained = {id(p) for p in self._gradients.parameters}
+            for group, parameters in zip(groups, self._of_group, strict=True):
+                group["params"] = []
+                for parameter in parameters:
+                    whole = self._wholes.get(id(parameter))
+                    if whole is not None and whole.numel() and id(parameter) in trained:
+                        self._owned.append(OwnedParameter(parameter, whole))
+                        group["params"].append(self._owned[-1].stepped)
+                    elif id(parameter) in self._owners and id(parameter) in trained:
+                        self._lent.append(LentParameter(parameter))
+        state = self._optimizer.state
+        for owned in self._owned:
+            if owned.whole in state:
+                state[owned.stepped] = state.pop(owned.whole)
+        self._random = _random_states(self._device)
 
-    def _close(self, optimizer: Optimizer, *_: object) -> None:
+    def close(self) -> None:
+        """Give every rank its parts of what the owners have made of the parameters.
+
+        Raises:
+            OptimizerMismatchError: on every rank, if the ranks have stepped a parameter that all of them step to
+                different values, or if the step of one has drawn random numbers.
+        """
         if not self._parts:
             return
-        for index, parts in zip(self._groups, self._parts, strict=True):
-            optimizer.param_groups[index]["params"] = parts
+        self._end_window([self._optimizer.param_groups[index] for index in self._groups])
         with torch.no_grad(), reading_shards():
+            self._compare()
             self._scatter()
+
+    def _end_window(self, groups: Sequence[dict[str, Any]]) -> None:
+        state = self._optimizer.state
+        for owned in self._owned:
+            if owned.stepped is not owned.whole and owned.stepped in state:
+                state[owned.whole] = state.pop(owned.stepped)
+        with reading_shards():
+            for owned in self._owned:
+                owned.give_back()
+            for lent in self._lent:
+                lent.give_back()
+        for group, parts in zip(groups, self._parts, strict=False):
+            group["params"] = parts
+        self._parts, self._owned, self._lent = [], [], []
+
+    def _compare(self) -> None:
+        """Compare what ranks have made of the parameters that all ranks of a stage step.
+
+        They have them beside different parameters, so that the results differ if an update, or a hook, reads others.
+        """
+        if self._mesh.size == 1:
+            return
+        trained = {id(p) for p in self._gradients.parameters}
+        several = {key for key, owners in self._owners.items() if len(owners) > 1 and key in trained}
+        shared = [next((p for p in group if id(p) in several), None) for group in self._of_group]
+        wholes = [None if p is None else self._wholes[id(p)] for p in shared]
+        nothing = torch.zeros((), dtype=torch.int64, device=self._device)
+        own = [nothing if x is None else memory_digest(x.detach()).to(self._device) for x in wholes]
+        has_drawn = not all(map(torch.equal, self._random, _random_states(self._device)))
+        *rows, draws = all_gather(torch.stack([*own, nothing + has_drawn]).view(1, -1), self._world).T.tolist()
+        if any(draws):
+            self._raise_unequal(f"drew random numbers in its step on rank {draws.index(1)}")
+        for rank in self._ranks:
+            first = next(r for r, place in enumerate(self._mesh.places) if place["pp"] == self._mesh.places[rank]["pp"])
+            if (
+                index := next((i for i, of_rank in enumerate(rows) if of_rank[rank] != of_rank[first]), None)
+            ) is not None:
+                what = "a parameter" if (parameter := shared[index]) is None else layout_of(parameter).name
+                self._raise_unequal(
+                    f"made of {what}, of its group {self._groups[index]}, other values on rank {first} than on rank "
+                    f"{rank}, which stepped it beside other parameters"
+                )
+
+    def _raise_unequal(self, what: str) -> None:
+        raise OptimizerMismatchError(
+            f"{' and '.join(type(each).__name__ for each in members(self._optimizer))} {what}. So the step, or a hook "
+            "of it, does not update each parameter from that parameter alone, and each rank has some of the parameters "
+            "whole. Clip gradients by mw.clip_grad_norm_(model, 1.0) in place of a hook; use a plan that leaves "
+            "weights and state whole (tp=1, pp=1, zero_stage=0); or, if each element is updated from that element "
+            "alone, pass ToDistributedConfig(optimizer_reads='element')"
+        )
 
     def _gather(self) -> None:
         """Fill the parameters that this rank owns, and their gradients."""
@@ -150,13 +246,15 @@ class WholeSteps:
             messages: list[list[Tensor]] = [[] for _ in range(self._mesh.size)]
             for move in moves:
                 if rank in move.sent:
-                    messages[move.owner] += self._contribution(move, dtype)
+                    contribution = self._contribution(move, dtype)
+                    for owner in move.owners:
+                        messages[owner] += contribution
             received = self._exchange(
                 messages,
-                [sum(m.sent_numel(r) for m in moves if m.owner == rank and r in m.sent) for r in self._ranks],
+                [sum(m.sent_numel(r) for m in moves if rank in m.owners and r in m.sent) for r in self._ranks],
                 dtype,
             )
-            self._fill([move for move in moves if move.owner == rank], received)
+            self._fill([move for move in moves if rank in move.owners], received)
 
     def _contribution(self, move: _Move, dtype: torch.dtype) -> list[Tensor]:
         """Return this rank's elements of a gradient, then of the weights if need be, and whether it has a gradient."""
@@ -199,16 +297,15 @@ class WholeSteps:
         for dtype, moves in self._by_dtype().items():
             messages: list[list[Tensor]] = [[] for _ in range(self._mesh.size)]
             for move in moves:
-                if move.owner == rank:
+                if move.owners[0] == rank:
                     whole = self._wholes[id(move.parameter)]
                     values = whole.detach().reshape(-1).to(self._device)
                     for other, blocks in move.held.items():
                         swapped = [block.swapped() for block in blocks]
                         messages[other] += [view.reshape(-1) for view in _views(values, swapped)]
-                    whole.grad = None
             received = self._exchange(
                 messages,
-                [sum(numel(m.held[rank]) for m in moves if m.owner == r and rank in m.held) for r in self._ranks],
+                [sum(numel(m.held[rank]) for m in moves if m.owners[0] == r and rank in m.held) for r in self._ranks],
                 dtype,
             )
             offsets = [0] * len(received)
@@ -216,11 +313,11 @@ class WholeSteps:
                 if rank in move.held:
                     key = self._gradients.part_of(move.parameter)[1]
                     assert key is not None
-                    count, start = numel(move.held[rank]), offsets[move.owner]
-                    _put(_views(key.detach().view(-1), move.held[rank]), received[move.owner][start : start + count])
-                    offsets[move.owner] = start + count
+                    owner, count = move.owners[0], numel(move.held[rank])
+                    start, offsets[owner] = offsets[owner], offsets[owner] + count
+                    _put(_views(key.detach().view(-1), move.held[rank]), received[owner][start : start + count])
         for whole in self._wholes.values():
-            whole.data = _without_memory(whole, whole.shape)
+            whole.data, whole.grad = _without_memory(whole, whole.shape), None
 
     def _exchange(self, messages: list[list[Tensor]], sizes: list[int], dtype: torch.dtype) -> list[Tensor]:
         """Send each rank its message, and return those of all ranks, which have these sizes."""
@@ -231,10 +328,13 @@ class WholeSteps:
         messages[rank], sizes[rank] = [], 0
         sent = [sum(part.numel() for part in message) for message in messages]
         flat = torch.cat([nothing, *(part for message in messages for part in message)])
-        axis = Axis("ranks", size=self._mesh.size, rank=rank, group=dist.group.WORLD)
-        received = list(start_all_to_all_uneven(flat, sent, sizes, axis)().split(sizes))
+        received = list(start_all_to_all_uneven(flat, sent, sizes, self._world)().split(sizes))
         received[rank] = own
         return received
+
+    @property
+    def _world(self) -> Axis:
+        return Axis("ranks", size=self._mesh.size, rank=self._mesh.index, group=dist.group.WORLD)
 
     @property
     def _ranks(self) -> range:
@@ -256,19 +356,19 @@ class WholeSteps:
         return parameter.dtype if self._gradients.zero is None else flat_dtype(parameter.dtype)
 
     def _move(self, parameter: nn.Parameter) -> _Move:
-        owner, places = self._owners[id(parameter)], self._mesh.places
+        owners, places = self._owners[id(parameter)], self._mesh.places
         layout, _ = self._gradients.part_of(parameter)
         stage = [rank for rank, place in enumerate(places) if place["pp"] == self._mesh.pp.rank]
         held = {rank: blocks for rank in stage if (blocks := layout.blocks(places[rank]))}
-        # Of the ranks that have the same elements, the one nearest to the owner sends them.
-        near = sorted(held, key=lambda rank: sum(places[rank][a] != places[owner][a] for a in ("tp", "tokens")))
+        # Of the ranks that have the same elements, the one nearest to the first owner sends them.
+        near = sorted(held, key=lambda rank: sum(places[rank][a] != places[owners[0]][a] for a in ("tp", "tokens")))
         sent: dict[int, Blocks] = {}
         for rank in near:
             if held[rank] not in sent.values():
                 sent[rank] = held[rank]
         return _Move(
             parameter=parameter,
-            owner=owner,
+            owners=owners,
             sent=dict(sorted(sent.items())),
             held=held,
             has_values=self._has_values(parameter),
@@ -280,28 +380,6 @@ class WholeSteps:
         bucket = None if zero is None else zero.bucket_of(parameter)
         is_here = self._home == self._device and not layout_of(parameter).is_cut
         return is_here and (bucket is None or bucket.weights.holds_all)
-
-
-def _owners(parameters: Iterable[nn.Parameter], mesh: Mesh, gradients: Gradients) -> dict[int, int]:
-    """Return the rank that steps each parameter, so that ranks of a stage step about equally many elements.
-
-    A parameter's owner is the rank that has most of it between steps, as far as no rank steps more than its share by
-    this rule. So little has to be sent, since most of a bucket's parameters lie in the segment of one rank.
-    """
-    ranks = [rank for rank, place in enumerate(mesh.places) if place["pp"] == mesh.pp.rank]
-    load = dict.fromkeys(ranks, 0)
-    owners: dict[int, int] = {}
-    held = [(p, layout_of(p).shape.numel()) for p in parameters if layout_of(p).is_held]
-    share = sum(size for p, size in held if p.requires_grad) / len(ranks)
-    for parameter, size in sorted(held, key=lambda pair: (not pair[0].requires_grad, -pair[1])):
-        layout, _ = gradients.part_of(parameter)
-        parts = {rank: numel(layout.blocks(mesh.places[rank])) for rank in ranks}
-        owner = max(ranks, key=lambda rank: (parts[rank], -load[rank]))
-        if load[owner] + size > share:
-            owner = min(ranks, key=lambda rank: load[rank])
-        owners[id(parameter)] = owner
-        load[owner] += size
-    return owners
 
 
 def _views(flat: Tensor, blocks: Blocks) -> Iterator[Tensor]:
@@ -330,3 +408,8 @@ def _as_state(value: object, whole: nn.Parameter) -> object:
     if not value.ndim:
         return value.cpu() if whole.is_cpu else value
     return value.to(whole.device, whole.dtype if value.is_floating_point() else value.dtype)
+
+
+def _random_states(device: torch.device) -> list[Tensor]:
+    """Return the states from which an optimizer on a device may draw."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]

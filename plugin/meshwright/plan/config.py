@@ -389,10 +389,10 @@ class ToDistributedConfig:
             that do not show it: the dim that has the rows, None if it belongs to every row, or a callable that takes
             the batch as a dict and returns how many entries along the first dim each row has; see docs/vision.md.
         optimizer_is_elementwise: whether the optimizer updates each element from that element alone. Set it to True
-            for such an optimizer if Meshwright does not find this out.
+            for such an optimizer if it is not one of torch's; see docs/optimizers.md.
         optimizer_reads: what the optimizer reads to update an element: "element", as optimizer_is_elementwise; or
             "parameter", all of the element's parameter, so that each parameter is stepped whole, by one rank. None
-            (the default) finds this out in trial steps; see docs/optimizers.md.
+            (the default) takes "element" for the optimizers that are known for it, and "parameter" for all others.
         token_dispatcher: how tokens reach the ranks of their experts, if ep > 1: "all_to_all" (one copy for each rank
             with experts of the token), "all_gather" (every token to every rank, without a wait of the host for its
             device), or a name that ``register_dispatcher`` was given.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from meshwright.compiling import without_compilation
 from meshwright.faults.every_rank import on_every_rank
 from meshwright.faults.together import succeed_together
 from meshwright.optim.state_parts import OptimizerParts, Part
+from meshwright.optim.zero.sliced_optimizer import LentSlices
 
 
 @on_every_rank
@@ -87,9 +89,9 @@ def set_state(found: OptimizerParts, manifest: OptimizerManifest, loaded: ReadSt
     for group, saved in zip(found.optimizer.param_groups, options, strict=True):
         _set_options(group, saved)
     steps_on_device = {
-        id(key): bool(group.get("fused") or group.get("capturable"))
-        for group in found.optimizer.param_groups
-        for key in group["params"]
+        name: bool(group.get("fused") or group.get("capturable"))
+        for group, names in zip(found.optimizer.param_groups, found.groups, strict=True)
+        for name in names
     }
     for name, (state, master) in loaded.items():
         key, to = found.parts[name].key, found.parts[name].master
@@ -99,12 +101,14 @@ def set_state(found: OptimizerParts, manifest: OptimizerManifest, loaded: ReadSt
             continue
         found.optimizer.state.pop(key, None)
         if state:
-            on_device = steps_on_device.get(id(key), False)
+            on_device = steps_on_device[name]
             found.optimizer.state[key] = {
                 k: v.to(key.device) if isinstance(v, Tensor) and (v.ndim or on_device) else v for k, v in state.items()
             }
     # As in torch's own load_state_dict: the class brings the state of an older torch up to date.
-    found.optimizer.__setstate__({"state": found.optimizer.state, "param_groups": found.optimizer.param_groups})
+    zero = found.runtime.gradients.zero
+    with contextlib.nullcontext() if zero is None else LentSlices(found.optimizer, zero):
+        found.optimizer.__setstate__({"state": found.optimizer.state, "param_groups": found.optimizer.param_groups})
     if found.runtime.weights is not None:
         found.runtime.weights.release()
 

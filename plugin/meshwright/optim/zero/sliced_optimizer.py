@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from meshwright.errors import OptimizerMismatchError
@@ -14,19 +15,45 @@ from meshwright.parallel.shards.reads import own_shape
 
 
 def bind_optimizer(optimizer: Optimizer, reduction: ReduceScatter) -> None:
-    """Empty an optimizer's groups, so that :func:`step_slices` can put slices in the place of the parameters.
+    """Store an optimizer's groups, whose parameters slices replace in each step.
 
     Args:
-        optimizer: the optimizer, which is changed in place.
-        reduction: the reduction, which stores the optimizer's groups.
+        optimizer: the optimizer.
+        reduction: the reduction, which stores them.
     """
     reduction.groups = [list(group["params"]) for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["params"] = []
+    reduction.shards = [[] for _ in optimizer.param_groups]
+
+
+class LentSlices:
+    """Lets an optimizer have this rank's slices in the place of the model's parameters.
+
+    Between steps it has the parameters, as on one device, so that what a program does with those of its groups reaches
+    the model, or raises what the same does with the model's own.
+
+    Args:
+        optimizer: the optimizer.
+        reduction: the reduction, which has the slices.
+    """
+
+    def __init__(self, optimizer: Optimizer, reduction: ReduceScatter):
+        self._optimizer, self._reduction = optimizer, reduction
+        self._own: list[list[nn.Parameter]] | None = None
+
+    def __enter__(self) -> None:
+        if self._own is None:  # otherwise a step has raised
+            self._own = [group["params"] for group in self._optimizer.param_groups]
+        for group, shards in zip(self._optimizer.param_groups, self._reduction.shards, strict=True):
+            group["params"] = shards
+
+    def __exit__(self, *_: object) -> None:
+        for group, parameters in zip(self._optimizer.param_groups, self._own or (), strict=True):
+            group["params"] = parameters
+        self._own = None
 
 
 def step_slices(optimizer: Optimizer, reduction: ReduceScatter, new: list[ShardedBucket]) -> None:
-    """Put this rank's slices of new parameters into their groups, with the state that the parameters already have.
+    """Let an optimizer step this rank's slices of new parameters, with the state that the parameters already have.
 
     Args:
         optimizer: an optimizer bound by :func:`bind_optimizer`, which is changed in place.
@@ -34,11 +61,11 @@ def step_slices(optimizer: Optimizer, reduction: ReduceScatter, new: list[Sharde
         new: buckets of parameters that were not stepped before.
     """
     pieces = [piece for sharded in new for piece in sharded.slices]
-    for group, parameters in zip(optimizer.param_groups, reduction.groups, strict=True):
+    for shards, parameters in zip(reduction.shards, reduction.groups, strict=True):
         members = {id(p) for p in parameters}
         for piece in pieces:
             if id(piece.parameter) in members:
-                group["params"].append(piece.shard)
+                shards.append(piece.shard)
                 if piece.parameter in optimizer.state:
                     state = optimizer.state[piece.parameter].items()
                     optimizer.state[piece.stepped] = {key: _slice_state(value, piece) for key, value in state}
@@ -57,15 +84,18 @@ def _slice_state(value: object, piece: Slice) -> object:
 
 def hook_optimizer(optimizer: Optimizer, reduction: ReduceScatter) -> None:
     """Make the steps of a bound optimizer use the reduced gradients and update the model."""
+    lent = LentSlices(optimizer, reduction)
 
     def prepare(*_: object) -> None:
         for sharded in reduction.sharded:
             sharded.weights.take_over()
         reduction.settle()
+        lent.__enter__()
 
     optimizer.register_step_pre_hook(prepare)
 
     def publish(*_: object) -> None:
+        lent.__exit__()
         reduction.is_uneven = False
         reduction.publish()
 

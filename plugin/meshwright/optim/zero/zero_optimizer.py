@@ -141,6 +141,7 @@ class ReduceScatter:
     Attributes:
         sharded: all buckets.
         groups: the model's parameters in each of the optimizer's groups, including frozen ones.
+        shards: this rank's slices of them, which the optimizer has during a step.
         num_steps: how many steps have changed the parameters.
         is_uneven: whether a pass since the last step ran some modules on some ranks only.
     """
@@ -150,6 +151,7 @@ class ReduceScatter:
         self.sharded: list[ShardedBucket] = []
         self.can_wait = can_wait
         self.groups: list[list[nn.Parameter]] = []
+        self.shards: list[list[nn.Parameter]] = []
         self.num_steps = 0
         self.is_uneven = False
         self._of: dict[int, ShardedBucket] = {}

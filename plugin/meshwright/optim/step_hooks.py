@@ -1,0 +1,69 @@
+"""The order of the program's hooks of an optimizer's step and of the hooks that the call adds."""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from meshwright.optim.chained import members
+
+
+class StepHooks:
+    """Keeps the program's hooks of a step inside of the hooks of the call, or outside of them, whenever it adds them.
+
+    Inside, hooks have the whole parameters and gradients that an owner steps. Outside, they have those of the model, as
+    the loop has them before and after the step.
+
+    Args:
+        optimizer: the optimizer, to which the call adds its hooks between the construction of this object and the call
+            of :meth:`arrange`.
+        is_inside: whether all of its parameters are stepped whole.
+    """
+
+    def __init__(self, optimizer: Optimizer, *, is_inside: bool):
+        self._optimizer, self._is_inside = optimizer, is_inside
+        self._theirs = {*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks}
+        self._ours: set[int] = set()
+
+    def arrange(self) -> None:
+        """Put the hooks in order, now and whenever the program adds one."""
+        self._ours = {*self._pre, *self._post} - self._theirs
+        self._sort()
+        for name in ("register_step_pre_hook", "register_step_post_hook"):
+            register = functools.partial(self._register, getattr(self._optimizer, name))
+            setattr(self._optimizer, name, register)
+        for each in members(self._optimizer):
+            if each is not self._optimizer and not self._is_inside:
+                each.register_step_pre_hook = functools.partial(_late_hook, type(each).__name__)  # type: ignore[method-assign]
+                each.register_step_post_hook = functools.partial(_late_hook, type(each).__name__)  # type: ignore[method-assign]
+
+    @property
+    def _pre(self) -> OrderedDict[int, Any]:
+        return self._optimizer._optimizer_step_pre_hooks  # type: ignore[return-value]
+
+    @property
+    def _post(self) -> OrderedDict[int, Any]:
+        return self._optimizer._optimizer_step_post_hooks  # type: ignore[return-value]
+
+    def _register(self, register: Callable[[Any], RemovableHandle], hook: Any) -> RemovableHandle:
+        handle = register(hook)
+        self._sort()
+        return handle
+
+    def _sort(self) -> None:
+        for hooks, ours_first in ((self._pre, self._is_inside), (self._post, not self._is_inside)):
+            for key in [key for key in hooks if (key in self._ours) != ours_first]:
+                hooks.move_to_end(key)
+
+
+def _late_hook(name: str, hook: object) -> RemovableHandle:
+    raise ValueError(
+        f"this {name} is a part of a distributed ChainedOptimizer and steps parts of parameters, which a hook of its "
+        f"step would read as whole ones. Register the hook before to_distributed, so that {name} steps whole "
+        "parameters; or register it on the chain, where it runs before or after the whole step"
+    )

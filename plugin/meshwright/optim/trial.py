@@ -1,0 +1,206 @@
+"""Copies of an optimizer that step small parameters, to see what it keeps and whether parts of its list can step alone.
+
+A copy shares nothing that a step writes with the optimizer that it copies: neither numbers, tensors and lists that the
+optimizer keeps, nor an optimizer inside of it.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import random
+from collections import defaultdict
+from collections.abc import Sequence
+from types import MethodType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from meshwright.optim.chained import members
+from meshwright.optim.overrides import forget_overrides
+from meshwright.optim.zero.host_copy import on_host
+
+_MOST = 32  # entries of a dim, since what a parameter's update reads of others does not depend on their sizes
+_SCALES = (1.0, 1e3, 1e-3)  # of the gradients, since some optimizers clip by all of them, where these are large
+
+_found: WeakKeyDictionary[Optimizer, tuple[list[int], str | None]] = WeakKeyDictionary()
+
+
+class Trial:
+    """A copy of an optimizer, with small parameters in the place of some of its own.
+
+    Args:
+        optimizer: the optimizer, which stays as it is.
+        values: for each of its groups, the values of the new parameters by their place in the group.
+        on_host: whether the copy steps on the host; otherwise where the optimizer does.
+    """
+
+    def __init__(self, optimizer: Optimizer, values: Sequence[dict[int, Tensor]], *, on_host: bool = False):
+        kind = next((p.device.type for group in optimizer.param_groups for p in group["params"]), "cpu")
+        self.device = torch.device(kind if kind == "cuda" and not on_host else "cpu")
+        self._on_host = on_host
+        self._memo: dict[int, Any] = {}  # by the id of what is copied; None for what the copy has not
+        self.parameters: list[nn.Parameter] = []
+        for group, chosen in zip(optimizer.param_groups, values, strict=True):
+            for place, parameter in enumerate(group["params"]):
+                self._memo[id(parameter)] = None
+                if place in chosen:
+                    self.parameters.append(nn.Parameter(chosen[place].clone().to(self.device)))
+                    self._memo[id(parameter)] = self.parameters[-1]
+        self.optimizer: Optimizer = self._copied(optimizer)
+
+    def step(self, gradients: Sequence[Tensor]) -> None:
+        """Step the copy with a gradient for each of its parameters, without hooks."""
+        # Without the hooks, which are the program's or watch its own steps.
+        step = inspect.unwrap(type(self.optimizer).step)
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = gradient.clone().to(self.device)
+        with torch.random.fork_rng(), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            torch.manual_seed(0)
+            if callable(train := getattr(self.optimizer, "train", None)):  # schedule-free ones refuse to step otherwise
+                train()
+            step(self.optimizer)
+
+    def numbers(self) -> dict[str, str]:
+        """Return the numbers and texts of the groups and of the optimizer itself."""
+        groups = enumerate(self.optimizer.param_groups)
+        found = {f"{key} of group {index}": value for index, group in groups for key, value in group.items()}
+        found |= {key: value for key, value in vars(self.optimizer).items() if key not in ("state", "param_groups")}
+        return {key: repr(value) for key, value in found.items() if _is_number(value)}
+
+    def _copied(self, value: Any) -> Any:
+        """Return a copy of what a step may write, with the new parameters; and other objects as they are."""
+        if id(value) in self._memo:
+            return self._memo[id(value)]
+        if isinstance(value, Optimizer):
+            return self._copy_of_optimizer(value)
+        if isinstance(value, MethodType) and id(value.__self__) in self._memo:
+            return MethodType(value.__func__, self._memo[id(value.__self__)])
+        new: Any = value
+        if isinstance(value, torch.Generator):
+            new = torch.Generator(value.device)
+            new.set_state(value.get_state())
+        elif type(value) is Tensor:
+            new = on_host(value.detach().clone()) if self._on_host else value.detach().clone()
+        elif isinstance(value, random.Random):
+            new = copy.deepcopy(value)
+        elif isinstance(value, dict):
+            new = self._memo[id(value)] = copy.copy(value)
+            new.clear()
+            new.update(
+                (self._copied(key), self._copied(x)) for key, x in value.items() if not self._is_left_out(key, x)
+            )
+        elif isinstance(value, list):
+            new = self._memo[id(value)] = []
+            new.extend(self._copied(x) for x in value if not self._is_left_out(x))
+        elif type(value) is tuple:
+            return tuple(self._copied(x) for x in value)
+        if new is not value:
+            self._memo[id(value)] = new
+        return new
+
+    def _is_left_out(self, *values: object) -> bool:
+        return any(id(value) in self._memo and self._memo[id(value)] is None for value in values)
+
+    def _copy_of_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        new: Optimizer = object.__new__(type(optimizer))
+        self._memo[id(optimizer)] = new
+        own = vars(optimizer)
+        if "state" in own and id(own["state"]) not in self._memo:
+            started = [
+                (self._memo.get(id(p)), state) for p, state in optimizer.state.items() if isinstance(state, dict)
+            ]
+            self._memo[id(own["state"])] = defaultdict(
+                dict,
+                {p: dict(state) for p, state in started if p is not None and all(map(_is_number, state.values()))},
+            )
+        # A scheduler has replaced methods, or an earlier call.
+        replaced = ("step", "zero_grad", "add_param_group", "train", "eval")
+        new.__dict__ |= {key: self._copied(value) for key, value in own.items() if key not in replaced}
+        for group in new.param_groups:
+            if "lr" in group and not group["lr"]:  # in the first step of a schedule
+                group["lr"] = self._copied(group.get("initial_lr", group["lr"]))
+        forget_overrides(new)
+        return new
+
+
+def trial_step(optimizer: Optimizer, group: dict[str, Any], shape: tuple[int, int]) -> tuple[Tensor, dict[str, Any]]:
+    """Step a copy of one group of an optimizer once, on a parameter of zeros, and return its values and its state."""
+    trial = Trial(optimizer, [{0: torch.zeros(shape)} if each is group else {} for each in optimizer.param_groups])
+    trial.step([torch.randn(shape, generator=torch.Generator().manual_seed(0))])
+    (parameter,) = trial.parameters
+    return parameter.detach().cpu(), dict(trial.optimizer.state[parameter])
+
+
+def why_not_on_host(optimizer: Optimizer) -> str | None:
+    """Return why an optimizer cannot step parameters on the host, as a trial step there ended; None if it can."""
+    for each in members(optimizer):
+        values = [{0: torch.ones(24, 40)} if group["params"] else {} for group in each.param_groups]
+        try:
+            Trial(each, values, on_host=True).step([value for chosen in values for value in chosen.values()])
+        except Exception as error:  # of any optimizer's own code
+            return f"{type(error).__name__}: {error}"
+    return None
+
+
+def why_not_apart(optimizer: Optimizer) -> str | None:
+    """Return why the parameters of an optimizer cannot be stepped apart, each whole; None if a trial shows nothing.
+
+    Copies of the optimizer step three small parameters of each group together, and then the first with each of the
+    others, as owners do.
+    """
+    counts = [len(group["params"]) for group in optimizer.param_groups]
+    if optimizer not in _found or _found[optimizer][0] != counts:
+        _found[optimizer] = counts, _difference_apart(optimizer)
+    return _found[optimizer][1]
+
+
+def _difference_apart(optimizer: Optimizer) -> str | None:
+    generator = torch.Generator().manual_seed(0)
+    counts = [len(group["params"]) for group in optimizer.param_groups]
+    chosen = [(i, j) for i, count in enumerate(counts) for j in sorted({0, 1, count - 1}) if 0 <= j < count]
+    halves = [[key for key in chosen if key[1] == 0 or (key[1] == 1) == is_first] for is_first in (True, False)]
+    of_all = {key: _values_like(optimizer.param_groups[key[0]]["params"][key[1]], generator) for key in chosen}
+    steps = [
+        {key: scale * torch.randn(x.shape, generator=generator, dtype=x.dtype) for key, x in of_all.items()}
+        for scale in _SCALES
+    ]
+    together: Trial | None = None
+    for keys in (chosen, *halves):
+        values = [{key[1]: of_all[key] for key in keys if key[0] == index} for index in range(len(counts))]
+        try:
+            trial = Trial(optimizer, values)
+            for gradients in steps:
+                trial.step([gradients[key] for key in keys])
+        except Exception as error:  # of any optimizer's own code
+            if together is None:
+                return None  # the small parameters may be what it refuses
+            return f"a step of a part of its parameters ended in {type(error).__name__}: {error}"
+        if together is None:
+            together = trial
+            starts = [of_all[key] for key in keys]
+            is_idle = all(torch.equal(p.detach().cpu(), x) for p, x in zip(trial.parameters, starts, strict=True))
+            has_rates = all(group.get("lr", 1) for group in trial.optimizer.param_groups)
+            if is_idle and has_rates and not any(map(len, trial.optimizer.state.values())):
+                return "its step() changes nothing, so it does not step the parameters that it has"
+            continue
+        pairs = [(together.parameters[chosen.index(key)], p) for key, p in zip(keys, trial.parameters, strict=True)]
+        is_alike = all(torch.equal(p.nan_to_num(), own.nan_to_num()) for p, own in pairs)
+        if not is_alike or trial.numbers() != together.numbers():
+            return "the update of a parameter changes with the other parameters that it has"
+    return None
+
+
+def _values_like(parameter: nn.Parameter, generator: torch.Generator) -> Tensor:
+    """Return random values for a small parameter with as many dims, in the dtype that is stepped."""
+    dtype = parameter.dtype if parameter.dtype == torch.float64 else torch.float32
+    return torch.randn([min(size, _MOST) for size in parameter.shape], generator=generator, dtype=dtype)
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, tuple | list):
+        return all(map(_is_number, value))
+    return value is None or isinstance(value, str | int | float) or (isinstance(value, Tensor) and value.numel() == 1)
