@@ -33,8 +33,8 @@ class DecoderStructure(Decoder):
     Args:
         head: the head that tp cuts over the vocabulary; None if there is none.
         embeddings: the embeddings with the weight of the tokens', of which an encoder-decoder has several. None if the
-            embedding has further weights: a rank would apply these to the tokens of its part of the vocabulary alone,
-            so it stays whole, and a head with its weight too.
+            plan says that they stay whole, or the embedding has further weights: a rank would apply these to the
+            tokens of its part of the vocabulary alone. A head with its weight stays whole too.
         blocks: the blocks of the layers, each once.
         routed: the modules that route tokens to experts, and in which each rank routes its own tokens, although it has
             all tokens between the blocks; none under sequence parallelism, where it has only its own there too.
@@ -84,11 +84,15 @@ def describe(
     roled.check_coverage()
     embedding = roled.only(Role.EMBEDDING, nn.Embedding)
     head = roled.only_if_any(Role.HEAD, nn.Linear)
-    own = tuple(embedding.parameters())
-    uncut = {id(p) for p in own} if len(own) > 1 else set()
-    if head is not None and id(weight_of(head)) in uncut:
+    of_embedding = {id(p) for p in embedding.parameters()}
+    uncut = {id(p) for name in roled.plan.uncut for p in roled.modules[name].parameters()}
+    if len(of_embedding) > 1 or uncut & of_embedding:
+        uncut |= of_embedding
+    has_whole_head = head is not None and id(weight_of(head)) in uncut
+    if head is not None and has_whole_head:
         uncut |= {id(p) for p in head.parameters()}
         head = None
+    is_embedding_cut = not uncut & of_embedding
     parts = _by_roles(roled)
     sequence_parallel = sequence_parallel and bool(roled.block_names)
     routed = [] if sequence_parallel or tp == 1 else _owners_of_experts(roled, parts)
@@ -116,8 +120,9 @@ def describe(
         if parameter in of_towers:
             layouts[name] = replace(layouts[name], addends=OVER_TP)
     _check_ties(model, layouts)
-    words = weight_of(head).shape[0] if head is not None else 0 if uncut else embedding.num_embeddings
-    embeddings = (m for m in roled.modules_with(Role.EMBEDDING) if isinstance(m, nn.Embedding) and not uncut)
+    is_without = has_whole_head or not is_embedding_cut
+    words = weight_of(head).shape[0] if head is not None else 0 if is_without else embedding.num_embeddings
+    embeddings = (m for m in roled.modules_with(Role.EMBEDDING) if isinstance(m, nn.Embedding) and is_embedding_cut)
     return DecoderStructure(
         **vars(parts) | {"head": head},
         embeddings=tuple(embeddings),
