@@ -41,6 +41,7 @@ class DecoderStructure(Decoder):
         whole: the outermost modules inside of layers that every rank computes for all tokens, by name.
         whole_outside: those outside of layers and towers, which may run between layers or before the final norm.
         is_sequence_parallel: whether each rank has its own tokens between the blocks; False if there are none.
+        roles: the roles that the modules have.
         vocab_size: the number of words of which each rank has a part, as many as the head scores; 0 if all are whole.
             In a few families the embedding has more words.
     """
@@ -54,6 +55,7 @@ class DecoderStructure(Decoder):
     whole_outside: dict[str, nn.Module]
     is_sequence_parallel: bool
     parameters: dict[str, TensorLayout] = field(repr=False)
+    roles: ShardingPlan = field(repr=False)
     vocab_size: int
 
     @property
@@ -132,6 +134,7 @@ def describe(
         whole_outside=roled.whole_beside((*parts.layers, *parts.towers)),
         is_sequence_parallel=sequence_parallel,
         parameters=layouts,
+        roles=plan,
         vocab_size=words,
     )
 
