@@ -7,9 +7,10 @@ runs on a few random tokens, forward and backward, whole and cut over the ranks 
 
 from __future__ import annotations
 
+import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from meshwright.distribute.cuts import Cuts
 from meshwright.errors import PlanError
 from meshwright.faults.together import texts_of_all
 from meshwright.mesh.axes import Mesh
+from meshwright.parallel.foreign_hooks import hooks_of, hooks_of_all_modules, is_foreign, source_of
 from meshwright.parallel.rehearsal.layer_calls import calls_of
 from meshwright.parallel.rehearsal.trial import Part, differs
 from meshwright.parallel.rehearsal.untouched import untouched
@@ -57,9 +59,50 @@ def rehearsed(
     structure = cuts.structure
     if not isinstance(structure, DecoderStructure) or mesh.tp.size == 1:
         return cuts
+    if hooked := _hooked_inside(structure):
+        cuts = Cuts.of(decoder, plan, config, roles=keep_whole(structure.roles, decoder, hooked))
+        structure = cuts.structure
+        assert isinstance(structure, DecoderStructure)
     rehearsal = _Rehearsal(decoder, structure, mesh, device)
     roles = rehearsal.of_words(rehearsal.of_layers(structure.roles))
     return cuts if roles is structure.roles else Cuts.of(decoder, plan, config, roles=roles)
+
+
+def _hooked_inside(structure: DecoderStructure) -> list[str]:
+    """Return the names of what stays whole since some rank has hooks of the program inside, which see whole values then.
+
+    Raises:
+        PlanError: on every rank, if one has hooks on all modules of torch.
+    """
+    own: dict[str, list[str]] = {}
+    every = "".join(f"{source_of(hook)}" for hook in hooks_of_all_modules()[:1])
+    for block in structure.blocks if not every else ():
+        if hooks := [hook for m in block.inside for hook in hooks_of(m) if is_foreign(hook)]:
+            own[source_of(hooks[0])] = [*own.get(source_of(hooks[0]), ()), *block.names]
+    said = [json.loads(text) for text in texts_of_all(json.dumps([every, own]) if every or own else "") if text]
+    if every := next((text for text, _ in said if text), ""):
+        raise PlanError(
+            f"a hook on all modules of torch ({every}) would see this rank's parts of activations, since tp cuts them. "
+            "Register it on the modules that it needs: module.register_forward_hook(hook); or use ParallelPlan(tp=1)"
+        )
+    found = {source: names for _, hooks in said for source, names in hooks.items()}
+    names = list(dict.fromkeys(name for own in found.values() for name in own))
+    if names and is_first_rank():
+        source, of_first = next(iter(found.items()))
+        others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        logger.warning(
+            "hooks of the program (%s) are inside of what tp cuts. So that they see whole values, %s%s stays whole on "
+            "every rank, which is exact, but saves neither memory nor time for %.0f %% of the weights. Hooks on the "
+            "block or the layer cost less",
+            source, of_first[0], others, _share(structure.model, names),
+        )  # fmt: skip
+    return names
+
+
+def _share(decoder: nn.Module, names: Iterable[str]) -> float:
+    """Return the share of the decoder's weights that some modules have, in percent."""
+    own = {p for name in names for p in decoder.get_submodule(name).parameters()}
+    return 100 * sum(p.numel() for p in own) / sum(p.numel() for p in decoder.parameters())
 
 
 class _Rehearsal:
@@ -183,13 +226,12 @@ class _Rehearsal:
             )
         if not is_first_rank():
             return
-        own = {p for module in modules for p in module.parameters()}
-        share = 100 * sum(p.numel() for p in own) / sum(p.numel() for p in self.decoder.parameters())
         logger.warning(
             "%s (%s)%s computes something else over the ranks of tp than on one device: %s. It stays whole on every "
             "rank, which is exact, but saves neither memory nor time for %.0f %% of the weights. To cut it, let it use "
             "each channel by itself, or use ParallelPlan(tp=1)",
-            name, _source(kept.own), f" and {others} more" if others else "", kept.why, share,
+            name, _source(kept.own), f" and {others} more" if others else "", kept.why,
+            _share(self.decoder, kept.names),
         )  # fmt: skip
 
 
@@ -218,4 +260,5 @@ def _traits(name: str, module: nn.Module, index: int) -> Iterator[object]:
     yield name, type(module), code_of(module)
     yield from ((n, p.shape) for n, p in module._parameters.items() if p is not None)
     # Layers know their number.
-    yield from ((n, x) for n, x in vars(module).items() if isinstance(x, bool | int | float | str) and x != index)
+    numbered = ((n, x) for n, x in vars(module).items() if not (type(x) is int and x == index))
+    yield from ((n, x) for n, x in numbered if isinstance(x, bool | int | float | str))
