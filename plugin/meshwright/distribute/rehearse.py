@@ -29,7 +29,7 @@ from meshwright.parallel.tensor_parallel.structure import DecoderStructure
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.progress import is_first_rank
 from meshwright.roles import ShardingPlan
-from meshwright.roles.brought import Brought, code_of
+from meshwright.roles.brought import Brought, codes_of
 from meshwright.roles.projection import in_features
 from meshwright.roles.whole_modules import keep_whole, routes_tokens
 
@@ -182,7 +182,7 @@ class _Rehearsal:
         elif self.structure.is_sequence_parallel:
             own = next(iter(owners.values()), layer)
             raise PlanError(
-                f"{name} ({_source(own)}) computes something else where each rank has its own tokens between the "
+                f"{name} ({self._source(own)}) computes something else where each rank has its own tokens between the "
                 f"blocks, as sequence parallelism cuts them: {why}. On one device it sees all tokens. Use tp without "
                 "sequence parallelism: ParallelPlan(tp=2), or in words plan='tp2'"
             )
@@ -215,13 +215,19 @@ class _Rehearsal:
         why = differs(part, roles, self.mesh, self.device, sequence_parallel=is_cut)
         return next(filter(None, texts_of_all(why or "")), None)
 
+    def _source(self, module: nn.Module) -> str:
+        """Return a module's class, and the line at which the program's code of its forward begins."""
+        code = self.brought.code_of(module)
+        place = "" if code is None else f", {os.path.basename(code.co_filename)}:{code.co_firstlineno}"
+        return f"{type(module).__name__}{place}"
+
     def _say(self, kept: _Kept) -> None:
         """Say what stays whole, and refuse it where that is not exact."""
         modules = [self.decoder.get_submodule(name) for name in kept.names]
         name, others = kept.names[0], len(kept.names) - 1
         if any(map(routes_tokens, modules)):
             raise PlanError(
-                f"{name} ({_source(kept.own)}) computes something else over the ranks of tp than on one device: "
+                f"{name} ({self._source(kept.own)}) computes something else over the ranks of tp than on one device: "
                 f"{kept.why}. With experts inside it cannot stay whole. Use ParallelPlan(tp=1)"
             )
         if not is_first_rank():
@@ -230,7 +236,7 @@ class _Rehearsal:
             "%s (%s)%s computes something else over the ranks of tp than on one device: %s. It stays whole on every "
             "rank, which is exact, but saves neither memory nor time for %.0f %% of the weights. To cut it, let it use "
             "each channel by itself, or use ParallelPlan(tp=1)",
-            name, _source(kept.own), f" and {others} more" if others else "", kept.why,
+            name, self._source(kept.own), f" and {others} more" if others else "", kept.why,
             _share(self.decoder, kept.names),
         )  # fmt: skip
 
@@ -244,20 +250,13 @@ class _Kept:
     why: str
 
 
-def _source(module: nn.Module) -> str:
-    """Return a module's class, and the line at which its forward begins."""
-    code = code_of(module)
-    place = "" if code is None else f", {os.path.basename(code.co_filename)}:{code.co_firstlineno}"
-    return f"{type(module).__name__}{place}"
-
-
 def _kind(layer: nn.Module, index: int) -> object:
     """Return what two layers have in common that are tried as one: classes, code, sizes and options."""
     return tuple(one for name, module in layer.named_modules() for one in _traits(name, module, index))
 
 
 def _traits(name: str, module: nn.Module, index: int) -> Iterator[object]:
-    yield name, type(module), code_of(module)
+    yield name, type(module), tuple(codes_of(module.forward))
     yield from ((n, p.shape) for n, p in module._parameters.items() if p is not None)
     # Layers know their number.
     numbered = ((n, x) for n, x in vars(module).items() if not (type(x) is int and x == index))

@@ -55,6 +55,11 @@ class Brought:
         """Return the names of the modules that the program brought, in a module; ``""`` is the module itself."""
         return [name for name, inner, owner in _with_owners(module) if not self._is_stock(inner, owner)]
 
+    def code_of(self, module: nn.Module) -> types.CodeType | None:
+        """Return the program's code in a module's forward, or the library's if all is a library's."""
+        found = list(codes_of(module.forward))
+        return next((code for code in found if not self._is_of_library(code.co_filename)), next(iter(found), None))
+
     def is_own(self, function: Callable[..., Any]) -> bool:
         """Return whether a callable runs code of the program, in itself or in a function that it holds."""
         return any(not self._is_of_library(code.co_filename) for code in codes_of(function))
@@ -108,13 +113,8 @@ class Brought:
             return bool(module._parameters.get("weight") is not None)
         file = _file_of(kind)
         if file.startswith(self._roots.get("transformers", "/")):
-            return file == _file_of(type(owner)) or os.path.basename(file) == "activations.py"
+            return file in map(_file_of, type(owner).__mro__) or os.path.basename(file) == "activations.py"
         return not file.startswith(self._roots["torch"]) or "parametrize" in file
-
-
-def code_of(module: nn.Module) -> types.CodeType | None:
-    """Return the code of the forward that a module runs, for messages and for the kinds of modules."""
-    return next(codes_of(module.forward), None)
 
 
 def codes_of(function: Any) -> Iterator[types.CodeType]:

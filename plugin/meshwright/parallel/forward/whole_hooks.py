@@ -168,19 +168,21 @@ class _ForwardHook(_WholeHook):
             return self.hook(module, *given)
         whole = self.hooks.whole(given)
         result = self.hook(module, *whole)
+        if not self.hooks.has_parts(given[-1]):
+            return result
         return self.hooks.own(whole[-1] if result is None else result)
 
 
 class _BackwardHook(_WholeHook):
     def run(self, module: nn.Module, *given: Any) -> Any:
-        *of_inputs, of_outputs = given
         self._require_known(given)
-        sums = self.is_entry and of_inputs and not self.hooks.has_parts(of_inputs)
-        whole = [self._summed(x) if sums else self.hooks.whole(x) for x in of_inputs]
-        result = self.hook(module, *whole, self.hooks.whole(of_outputs))
-        if result is None:
-            return None
-        return tree_map_only(Tensor, self._once, result) if sums else self.hooks.own(result)
+        is_of_tokens = self.hooks.has_parts(given[0])  # what the hook may change: the gradients of inputs, if it gets them
+        sums = self.is_entry and len(given) > 1 and not is_of_tokens
+        first = self._summed(given[0]) if sums else self.hooks.whole(given[0])
+        result = self.hook(module, first, *map(self.hooks.whole, given[1:]))
+        if sums:
+            return tree_map_only(Tensor, self._once, result)
+        return self.hooks.own(result) if is_of_tokens else result
 
     def _summed(self, gradients: Any) -> Any:
         return tree_map_only(Tensor, lambda x: all_reduce(x.clone(), self.hooks.axis), gradients)

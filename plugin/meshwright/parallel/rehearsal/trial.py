@@ -112,7 +112,7 @@ class _Trial:
         """Cut the part, run it over the ranks, and return how the result differs; None if it does not."""
         self._renew()
         tp, device = self.mesh.tp, self.values.device
-        structure = describe(self.root, plan, tp=tp.size, sequence_parallel=sequence_parallel)
+        structure = describe(self.root, plan, tp=tp.size, sequence_parallel=sequence_parallel, is_part=True)
         shards = make_shards(self.root, structure.parameters, self.mesh, device, lambda *_: None)
         attach_shards(self.root, shards)
         streams = DropoutStreams(mesh=self.mesh, seed=0)

@@ -66,7 +66,13 @@ class DecoderStructure(Decoder):
 
 
 def describe(
-    model: nn.Module, plan: ShardingPlan, *, tp: int, sequence_parallel: bool, shares_towers: bool = False
+    model: nn.Module,
+    plan: ShardingPlan,
+    *,
+    tp: int,
+    sequence_parallel: bool,
+    shares_towers: bool = False,
+    is_part: bool = False,
 ) -> DecoderStructure:
     """Return a decoder's structure: each module's role and each parameter's layout over ``tp`` ranks.
 
@@ -77,6 +83,7 @@ def describe(
         sequence_parallel: whether each rank has its own tokens between the blocks.
         shares_towers: whether the ranks share the images of each tower, so that the gradients of its weights are
             addends.
+        is_part: whether the model is a part of a decoder, whose other layers have blocks.
 
     Raises:
         UncoveredParameterError: if parameters have no role; the message lists them.
@@ -96,7 +103,7 @@ def describe(
         head = None
     is_embedding_cut = not uncut & of_embedding
     parts = _by_roles(roled)
-    sequence_parallel = sequence_parallel and bool(roled.block_names)
+    sequence_parallel = sequence_parallel and (is_part or bool(roled.block_names))
     routed = [] if sequence_parallel or tp == 1 else _owners_of_experts(roled, parts)
 
     def has_own_tokens(name: str) -> bool:
