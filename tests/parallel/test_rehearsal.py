@@ -199,19 +199,34 @@ def shifted(words: int) -> Callable[[nn.Module], None]:
 
 # by name: the plan, what the program does, what the log says of it, and what an error says ("" where none comes)
 BEFORE: dict[str, tuple[str, Edit, str, str]] = {
-    "rows rounded, cut by rows": (TP, of_class(RoundedRows, "model.layers.*.mlp.gate_proj"), "", ""),
-    "rows rounded, cut by columns": (TP, of_class(RoundedRows, "model.layers.*.mlp.down_proj"), "layers.0.mlp (RoundedRows", ""),
-    "rows standardised": (SP, of_class(StandardisedRows, "model.layers.*.self_attn.o_proj"), "0.self_attn (Standard", ""),
-    "masked": (TP, of_class(Masked, "model.layers.*.mlp.up_proj"), "cut over tp it raises RuntimeError", ""),
+    "rows rounded, cut by rows": (TP, of_class(RoundedRows, "*.mlp.gate_proj"), "", ""),
+    "rows rounded, cut by columns": (
+        TP,
+        of_class(RoundedRows, "*.mlp.down_proj"),
+        "layers.0.mlp (RoundedRows",
+        "",
+    ),
+    "rows standardised": (
+        SP,
+        of_class(StandardisedRows, "*.self_attn.o_proj"),
+        "0.self_attn (Standard",
+        "",
+    ),
+    "masked": (TP, of_class(Masked, "*.mlp.up_proj"), "cut over tp it raises RuntimeError", ""),
     "head of all words": (TP, of_class(OfTheLargest, "lm_head"), "lm_head (OfTheLargest", ""),
     "largest channels": (TP, activation(Largest), "layers.0.mlp (Largest, test_rehearsal.py:", ""),
     "softmax of torch": (SP, activation(lambda: nn.Softmax(-1)), "layers.0.mlp (Softmax", ""),
     "own silu": (SP, activation(OwnSilu), "", ""),
-    "norm inside": (SP, of_class(NormedInside, "model.layers.*.mlp"), "layers.0.mlp (NormedInside", ""),
-    "channels swapped": (TP, of_class(Swapped, "model.layers.*.mlp"), "layers.0.mlp (Swapped", ""),
-    "own mlp": (SP, of_class(Gated, "model.layers.*.mlp"), "", ""),
+    "norm inside": (SP, of_class(NormedInside, "*.mlp"), "layers.0.mlp (NormedInside", ""),
+    "channels swapped": (TP, of_class(Swapped, "*.mlp"), "layers.0.mlp (Swapped", ""),
+    "own mlp": (SP, of_class(Gated, "*.mlp"), "", ""),
     "patched": (TP, patched_forward, "layers.1.mlp (LlamaMLP", ""),
-    "mean of tokens": (SP, of_class(MeanOfTokens, "model.layers.*.input_layernorm"), "input_layernorm (MeanOfTokens", ""),
+    "mean of tokens": (
+        SP,
+        of_class(MeanOfTokens, "*.input_layernorm"),
+        "input_layernorm (MeanOfTokens",
+        "",
+    ),
     "mean of tokens at the end": (SP, of_class(MeanOfTokens, "model.norm"), "model.norm (MeanOfTokens", ""),
     "mixing layer": (TP, layers_become(MixingLayer), "", ""),
     "mixing layer, sp": (SP, layers_become(MixingLayer), "", "plan='tp2'"),
@@ -224,23 +239,28 @@ BEFORE: dict[str, tuple[str, Edit, str, str]] = {
     "hook with a number for each word": (TP, hook("lm_head", shifted(97)), "", ""),
     "backward hook on the head": (TP, hook("lm_head", clip), "", ""),
     "hook on the embedding": (TP, hook("model.embed_tokens", largest_alone), "", ""),
-    "hook on layers": (SP, hook("model.layers.*", largest_alone), "", ""),
-    "pre-hook on layers": (SP, hook("model.layers.*", of_input), "", ""),
-    "backward hook on layers": (SP, hook("model.layers.*", clip), "", ""),
-    "backward pre-hook on layers": (SP, hook("model.layers.*", clip_before), "", ""),
-    "hook on norms": (SP, hook("model.layers.*.input_layernorm", largest_alone), "", ""),
+    "hook on layers": (SP, hook("*", largest_alone), "", ""),
+    "pre-hook on layers": (SP, hook("*", of_input), "", ""),
+    "backward hook on layers": (SP, hook("*", clip), "", ""),
+    "backward pre-hook on layers": (SP, hook("*", clip_before), "", ""),
+    "hook on norms": (SP, hook("*.input_layernorm", largest_alone), "", ""),
     "hook on the final norm": (SP, hook("model.norm", largest_alone), "", ""),
-    "hook on blocks": (SP, hook("model.layers.*.mlp", largest_alone), "", ""),
-    "backward hook on blocks": (TP, hook("model.layers.*.mlp", clip), "", ""),
-    "backward hook on blocks, sp": (SP, hook("model.layers.*.mlp", clip), "", ""),
+    "hook on blocks": (SP, hook("*.mlp", largest_alone), "", ""),
+    "backward hook on blocks": (TP, hook("*.mlp", clip), "", ""),
+    "backward hook on blocks, sp": (SP, hook("*.mlp", clip), "", ""),
     "hook inside": (TP, hook("model.layers.0.mlp.act_fn", largest_alone), "hooks of the program (change, test_re", ""),
-    "backward hook inside": (SP, hook("model.layers.*.self_attn.o_proj", clip), "model.layers.0.self_attn and 1 more", ""),
+    "backward hook inside": (
+        SP,
+        hook("*.self_attn.o_proj", clip),
+        "model.layers.0.self_attn and 1 more",
+        "",
+    ),
 }
 AFTER: dict[str, tuple[str, Edit, str, str]] = {
     "hook on the head": (TP, hook("lm_head", largest_alone), "", ""),
     "hook on the embedding": (SP, hook("model.embed_tokens", largest_alone), "", ""),
-    "hook on layers": (SP, hook("model.layers.*", largest_alone), "", ""),
-    "backward hook on blocks": (SP, hook("model.layers.*.mlp", clip), "", ""),
+    "hook on layers": (SP, hook("*", largest_alone), "", ""),
+    "backward hook on blocks": (SP, hook("*.mlp", clip), "", ""),
     "hook inside": (TP, hook("model.layers.0.mlp.act_fn", largest_alone), "", "Register it before to_distributed"),
     "checkpoint of one's own": (SP, own_checkpoint, "", ""),
 }
@@ -284,7 +304,7 @@ def outcomes(names: list[tuple[str, bool]]) -> dict[tuple[str, bool], Any]:
 
 
 def test_what_a_program_brings_is_equal_or_refused(pool2: Any) -> None:
-    """In float64, so only the order of sums differs: 1e-9 of the largest element. A part for the whole is off by 1e-3."""
+    """In float64 only the order of sums differs: 1e-9 of the largest element. A part for the whole is off by 1e-3."""
     names = [(name, False) for name in BEFORE] + [(name, True) for name in AFTER]
     first, second = pool2.run(outcomes, names)
     wrong = []
@@ -292,7 +312,9 @@ def test_what_a_program_brings_is_equal_or_refused(pool2: Any) -> None:
         _, edit, warning, refusal = (AFTER if is_late else BEFORE)[name]
         result, said = first[name, is_late]
         if refusal:
-            ok = all(isinstance(one[name, is_late][0], str) and refusal in one[name, is_late][0] for one in (first, second))
+            ok = all(
+                isinstance(one[name, is_late][0], str) and refusal in one[name, is_late][0] for one in (first, second)
+            )
             wrong += [] if ok else [(name, is_late, str(result)[:300])]
             continue
         if isinstance(result, str):
@@ -322,10 +344,12 @@ def test_what_is_brought_is_told_by_its_code() -> None:
     del layer.mlp.forward
     named = type("LlamaMLP", (LlamaMLP,), {"forward": own, "__module__": LlamaMLP.__module__})
     layer.mlp.__class__ = named
+    del layer.mlp.act_fn
     layer.mlp.act_fn = functools.partial(torch.softmax, dim=-1)
     assert Brought().inside(layer) == ["mlp"]
     layer.mlp.__class__ = LlamaMLP
     assert Brought().inside(layer) == ["mlp"]
+    del layer.mlp.act_fn
     layer.mlp.act_fn = nn.SiLU()
     assert Brought().inside(layer) == []
     with pytest.MonkeyPatch.context() as patch:

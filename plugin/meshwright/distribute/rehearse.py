@@ -1,7 +1,7 @@
 """Tries what the program brought into the parts that tp cuts, and leaves whole what the trial does not show equal.
 
-The project's tests show that tp computes the libraries' families exactly. Nothing shows this of a class, a function or a
-combination of the program's own (:mod:`meshwright.roles.brought`). So before any weight is cut, one part of each kind
+The project's tests show that tp computes the libraries' families exactly. Nothing shows this of a class, a function or
+a combination of the program's own (:mod:`meshwright.roles.brought`). So before any weight is cut, one part of each kind
 runs on a few random tokens, forward and backward, whole and cut over the ranks (:mod:`meshwright.parallel.rehearsal`).
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +41,7 @@ _ROWS = 2
 def rehearsed(
     decoder: nn.Module, cuts: Cuts, plan: ParallelPlan, config: ToDistributedConfig, mesh: Mesh, device: torch.device
 ) -> Cuts:
-    """Return how the plan cuts a decoder, with the parts whole of which a trial does not show that tp computes the same.
+    """Return how the plan cuts a decoder, with the parts whole that a trial over the ranks of tp does not show equal.
 
     Every rank must make the call, before weights are cut.
 
@@ -69,7 +69,7 @@ def rehearsed(
 
 
 def _hooked_inside(structure: DecoderStructure) -> list[str]:
-    """Return the names of what stays whole since some rank has hooks of the program inside, which see whole values then.
+    """Return the names of what stays whole, so that hooks of the program inside of it see whole values.
 
     Raises:
         PlanError: on every rank, if one has hooks on all modules of torch.
@@ -118,7 +118,7 @@ class _Rehearsal:
         """Try the embeddings and the head, and return the roles with those whole that differ."""
         structure, names = self.structure, self.names
         layer = {names[structure.layers[0]]: nn.Identity()}
-        parts: list[tuple[nn.Module, Any, dict[str, nn.Module]]] = []
+        parts: list[tuple[nn.Module, Any, Mapping[str, nn.Module]]] = []
         for words in structure.embeddings:
             size = words.num_embeddings
             parts.append((words, lambda v, size=size: ((v.words(size, _ROWS, self._length),), {}), layer))
@@ -128,9 +128,8 @@ class _Rehearsal:
             parts.append((head, lambda v: ((v.normal((_ROWS, self._length, width)),), {}), beside))
         for module, arguments, beside in parts:
             if own := self.brought.inside(module):
-                part = Part(
-                    modules={names[module]: module}, arguments=arguments, beside=beside, dtype=module.weight.dtype
-                )
+                dtype = next(module.parameters()).dtype
+                part = Part(modules={names[module]: module}, arguments=arguments, beside=beside, dtype=dtype)
                 if why := self._differs(part, roles):
                     self._say(_Kept((names[module],), module.get_submodule(own[0]), why))
                     roles = keep_whole(roles, self.decoder, (names[module],))

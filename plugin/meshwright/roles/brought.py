@@ -19,7 +19,8 @@ from torch import nn
 from meshwright.roles.linear_kernel import kernel_of
 
 _LIBRARIES = (
-    "meshwright", "meshwright_hf", "torch", "transformers", "peft", "accelerate", "deepspeed", "bitsandbytes", "torchao",
+    "meshwright", "meshwright_hf", "torch", "transformers", "peft", "accelerate", "deepspeed", "bitsandbytes",
+    "torchao",
 )  # fmt: skip
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -131,17 +132,18 @@ def _codes_with_globals(function: Any) -> Iterator[tuple[types.CodeType, dict[st
         seen.add(id(x))
         if isinstance(x, functools.partial):
             queue += [x.func, *filter(callable, x.args), *filter(callable, x.keywords.values())]
-        elif isinstance(x, types.MethodType):
-            queue.append(x.__func__)
-        elif isinstance(x, staticmethod | classmethod):
+        elif isinstance(x, types.MethodType | staticmethod | classmethod):
             queue.append(x.__func__)
         elif isinstance(x, property):
             queue += [one for one in (x.fget, x.fset) if one is not None]
         elif isinstance(x, types.FunctionType):
             yield x.__code__, x.__globals__
             queue += [cell for cell in map(_held, x.__closure__ or ()) if isinstance(cell, _CALLABLES)]
-        elif not isinstance(x, type | nn.Module) and (call := getattr(type(x), "__call__", None)) is not None:
-            queue += [call, *(one for one in getattr(x, "__dict__", {}).values() if isinstance(one, _CALLABLES))]
+        elif not isinstance(x, type | nn.Module) and callable(x):
+            queue += [
+                type(x).__call__,
+                *(one for one in getattr(x, "__dict__", {}).values() if isinstance(one, _CALLABLES)),
+            ]
 
 
 _CALLABLES = (types.FunctionType, types.MethodType, functools.partial)

@@ -1,4 +1,4 @@
-"""Leaves modules whole that tp is not known to cut exactly, which is exact if modules of layers are given all tokens."""
+"""Leaves modules whole that tp is not known to cut: exact, if a module of a layer is given all tokens."""
 
 from __future__ import annotations
 

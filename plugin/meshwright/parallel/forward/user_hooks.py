@@ -1,4 +1,4 @@
-"""Finds the program's own hooks inside a distributed model, and warns where they see a part of a batch's activations."""
+"""Finds the program's own hooks inside a distributed model, and warns where they see parts of activations."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class HookedModules:
         return () if self.whole is None else self.whole.statements
 
     def look(self, *, trains: bool) -> None:
-        """Give new hooks whole values under tp, and warn once if hooks see parts, so a loss computed from them is wrong.
+        """Give new hooks whole values under tp, and warn once if hooks see parts, from which a loss would be wrong.
 
         Args:
             trains: whether the pass that begins trains.

@@ -1,4 +1,4 @@
-"""Gives the program's hooks inside of layers that tp cuts whole values: what a rank has in part is gathered for them."""
+"""Gives the program's hooks in layers that tp cuts whole values: what a rank has in part is gathered for them."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ class _ForwardHook(_WholeHook):
 class _BackwardHook(_WholeHook):
     def run(self, module: nn.Module, *given: Any) -> Any:
         self._require_known(given)
-        is_of_tokens = self.hooks.has_parts(given[0])  # what the hook may change: the gradients of inputs, if it gets them
+        is_of_tokens = self.hooks.has_parts(given[0])  # of what the hook may change
         sums = self.is_entry and len(given) > 1 and not is_of_tokens
         first = self._summed(given[0]) if sums else self.hooks.whole(given[0])
         result = self.hook(module, first, *map(self.hooks.whole, given[1:]))

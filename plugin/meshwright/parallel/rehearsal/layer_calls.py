@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -102,13 +101,9 @@ def calls_of(
             stack.enter_context(_pre_hook(layer, keep))
         with contextlib.suppress(_Done):
             run_without_values(
-                model, rows=rows, length=length, instead="ParallelPlan(tp=1)", is_done=functools.partial(_is_full, found, layers)
+                model, rows=rows, length=length, instead="ParallelPlan(tp=1)", is_done=lambda: len(found) == len(layers)
             )
     return found
-
-
-def _is_full(found: Collection[nn.Module], layers: Collection[nn.Module]) -> bool:
-    return len(found) == len(layers)
 
 
 @contextlib.contextmanager

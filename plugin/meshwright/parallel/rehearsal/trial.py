@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -46,7 +46,7 @@ class Part:
 
     modules: dict[str, nn.Module]
     arguments: Arguments
-    beside: dict[str, nn.Module]
+    beside: Mapping[str, nn.Module]
     dtype: torch.dtype
 
 
@@ -99,7 +99,9 @@ class _Trial:
 
     def __init__(self, part: Part, root: nn.Module, mesh: Mesh, values: Values):
         self.part, self.root, self.mesh, self.values = part, root, mesh, values
-        places = [(module._parameters, values.weight) for module in root.modules()]
+        places: list[tuple[Any, Callable[[Tensor], Tensor]]] = [
+            (module._parameters, values.weight) for module in root.modules()
+        ]
         places += [(module._buffers, values.buffer) for module in root.modules()]
         self._owned = [(held, name, x, make) for held, make in places for name, x in held.items() if x is not None]
 

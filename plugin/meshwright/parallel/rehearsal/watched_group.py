@@ -55,7 +55,7 @@ class WatchedGroup:
         number = zlib.crc32(what.encode())
         said = torch.tensor([int(not is_well), number, -number], device=self._device)
         options = AllreduceOptions()
-        options.reduceOp = ReduceOp.MAX
+        options.reduceOp = ReduceOp.MAX  # type: ignore[assignment]  # as torch.distributed does
         self._group.allreduce([said], options).wait()
         failed, most, least = said.tolist()
         self._is_stopped = bool(failed) or most != -least

@@ -98,7 +98,8 @@ class VocabParallelHead(ChainStep):
 
     def __call__(self, x: Tensor | InHead) -> Tensor:
         if isinstance(x, InHead):
-            return self.method(x)
+            logits: Tensor = self.method(x)
+            return logits
         output: Tensor = self.method(share(x, self.axis))
         if isinstance(output, ShardedLogits):
             return output
