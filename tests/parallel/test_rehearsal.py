@@ -266,17 +266,19 @@ AFTER: dict[str, tuple[str, Edit, str, str]] = {
 }
 
 
-def trained(plan: str | None, edit: Edit, *, is_late: bool) -> tuple[list[float], dict[str, Tensor]]:
-    """The losses of three steps, and the weights after them."""
+def trained(plan: str | None, edit: Edit, *, is_late: bool) -> tuple[list[float], dict[str, Tensor], float]:
+    """The losses of three steps, the weights after them, and what the program draws after the call."""
     with Float64():
         model: Any = build("llama").double()
         if not is_late:
             edit(model)
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
         if plan is not None:
+            torch.manual_seed(0)
             before = random.getstate()
             model, optimizer, _ = mw.to_distributed(model, optimizer, plan=plan)
             assert before == random.getstate()
+        drawn = torch.rand(()).item()
         if is_late:
             edit(model)
         losses = []
@@ -287,7 +289,7 @@ def trained(plan: str | None, edit: Edit, *, is_late: bool) -> tuple[list[float]
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
-        return losses, weights_of(model, plan)
+        return losses, weights_of(model, plan), drawn
 
 
 def outcomes(names: list[tuple[str, bool]]) -> dict[tuple[str, bool], Any]:
@@ -320,10 +322,12 @@ def test_what_a_program_brings_is_equal_or_refused(pool2: Any) -> None:
         if isinstance(result, str):
             wrong.append((name, is_late, result))
             continue
-        losses, weights = trained(None, edit, is_late=is_late)
+        losses, weights, _ = trained(None, edit, is_late=is_late)
         distance = max(worst(result[1], weights), *(abs(a - b) for a, b in zip(result[0], losses, strict=True)))
         if distance > 1e-9 or not (any(warning in text for text in said) if warning else not said):
             wrong.append((name, is_late, distance, said))
+    drawn = {result[2] for result, _ in first.values() if not isinstance(result, str)}
+    assert len(drawn) == 1  # a trial takes no numbers from the program
     assert not wrong, "\n".join(map(str, wrong))
 
 

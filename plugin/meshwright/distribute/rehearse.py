@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from meshwright.errors import PlanError
 from meshwright.faults.together import texts_of_all
 from meshwright.mesh.axes import Mesh
 from meshwright.parallel.foreign_hooks import hooks_of, hooks_of_all_modules, is_foreign, source_of
-from meshwright.parallel.rehearsal.layer_calls import calls_of
+from meshwright.parallel.rehearsal.layer_calls import Values, calls_of
 from meshwright.parallel.rehearsal.trial import Part, differs
 from meshwright.parallel.rehearsal.untouched import untouched
 from meshwright.parallel.tensor_parallel.structure import DecoderStructure
@@ -117,23 +117,31 @@ class _Rehearsal:
     def of_words(self, roles: ShardingPlan) -> ShardingPlan:
         """Try the embeddings and the head, and return the roles with those whole that differ."""
         structure, names = self.structure, self.names
-        layer = {names[structure.layers[0]]: nn.Identity()}
-        parts: list[tuple[nn.Module, Any, Mapping[str, nn.Module]]] = []
-        for words in structure.embeddings:
-            size = words.num_embeddings
-            parts.append((words, lambda v, size=size: ((v.words(size, _ROWS, self._length),), {}), layer))
-        if (head := structure.head) is not None:
-            width = in_features(head)
-            beside = {**layer, names[structure.embedding]: nn.Embedding(self.mesh.tp.size, 1)}
-            parts.append((head, lambda v: ((v.normal((_ROWS, self._length, width)),), {}), beside))
-        for module, arguments, beside in parts:
-            if own := self.brought.inside(module):
-                dtype = next(module.parameters()).dtype
-                part = Part(modules={names[module]: module}, arguments=arguments, beside=beside, dtype=dtype)
-                if why := self._differs(part, roles):
-                    self._say(_Kept((names[module],), module.get_submodule(own[0]), why))
-                    roles = keep_whole(roles, self.decoder, (names[module],))
+        heads = () if structure.head is None else (structure.head,)
+        for module in (*structure.embeddings, *heads):
+            if not (own := self.brought.inside(module)):
+                continue
+            part = Part(
+                modules={names[module]: module},
+                arguments=self._hidden_states if module in heads else self._words,
+                beside={names[structure.layers[0]]: nn.Identity()} | (self._embedding() if module in heads else {}),
+                dtype=next(module.parameters()).dtype,
+            )
+            if why := self._differs(part, roles):
+                self._say(_Kept((names[module],), module.get_submodule(own[0]), why))
+                roles = keep_whole(roles, self.decoder, (names[module],))
         return roles
+
+    def _words(self, values: Values) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return (values.words(self.structure.embedding.num_embeddings, _ROWS, self._length),), {}
+
+    def _hidden_states(self, values: Values) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        assert self.structure.head is not None
+        return (values.normal((_ROWS, self._length, in_features(self.structure.head))),), {}
+
+    def _embedding(self) -> dict[str, nn.Module]:
+        """Return a stand-in for the embedding by its name; without memory, so that it draws no random numbers."""
+        return {self.names[self.structure.embedding]: nn.Embedding(self.mesh.tp.size, 1, device="meta")}
 
     def of_layers(self, roles: ShardingPlan) -> ShardingPlan:
         """Try a layer of each kind, and return the roles with the parts of layers whole that differ."""
@@ -165,10 +173,9 @@ class _Rehearsal:
     ) -> list[str]:
         """Return the names of what stays whole in layers of one kind, or of the layers themselves."""
         layer, name = layers[0], self.names[layers[0]]
-        embedding = {self.names[self.structure.embedding]: nn.Embedding(self.mesh.tp.size, 1)}
         modules = {name: layer} | ({} if norm is None else {self.names[norm]: norm})
         dtype = next((p.dtype for p in layer.parameters() if p.is_floating_point()), torch.float32)
-        part = Part(modules=modules, arguments=lambda v: v.arguments(call), beside=embedding, dtype=dtype)
+        part = Part(modules=modules, arguments=lambda v: v.arguments(call), beside=self._embedding(), dtype=dtype)
         if not (why := self._differs(part, roles)):
             return []
         owners = self._owners(layer, name) | ({} if norm is None else {self.names[norm]: norm})
