@@ -162,7 +162,7 @@ def hook(path: str, make: Callable[[nn.Module], object]) -> Edit:
 
 
 def _paths(model: Any, path: str) -> list[str]:
-    return list(dict.fromkeys(path.replace("*", str(index)) for index in range(len(model.model.layers))))
+    return list(dict.fromkeys(path.replace("*", f"model.layers.{index}") for index in range(len(model.model.layers))))
 
 
 def clip(module: nn.Module) -> None:
