@@ -148,7 +148,7 @@ def _faults() -> dict[str, str]:
         "bias_added_twice": "model.layers.0.self_attn.o_proj",
         "wrong_fused_order": "model.layers.0.self_attn.o_proj",
         "uneven_heads": "model.layers.0.self_attn.o_proj",
-        "hook_on_a_shard": "model.layers.1.mlp.down_proj",
+        "hook_of_several_ranks": "model.layers.1.mlp.down_proj",
     }
 
 

@@ -75,9 +75,9 @@ def render(
         "",
         "Some faults show only when a model runs, and raise an error in its first pass: a block that reads the weight "
         "of its output projection instead of calling the projection, a block that adds its own input to its output, a "
-        "layer that receives a second activation with a gradient. Arithmetic without weights across the width of an "
-        "MLP or across heads (a softmax over the width, heads that work in pairs) is not detected: compare such a "
-        "class with one device before you train it, with [`mw.verify`](verify.md).",
+        "layer that receives a second activation with a gradient. What a program brings itself, arithmetic without "
+        "weights across the width of an MLP or across heads included, is tried before it is cut "
+        "([the rehearsal](design.md#decisions)).",
         "",
         "## Equal to one device",
         "",

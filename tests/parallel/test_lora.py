@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -297,6 +298,13 @@ def test_two_adapters_and_an_inferred_plan(plan: str, pool2: Any) -> None:
     assert_equal(pool2.run(second_adapter, PLANS[plan])[0], expected)
 
 
+def kept(forward: Any, masks: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
+    """Run a dropout, and note which elements it keeps. A hook may not be made there after the call."""
+    output: Tensor = forward(x)
+    masks.setdefault(name, output != 0)
+    return output
+
+
 def dropped(plan: dict[str, Any], *, recompute: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Which elements each adapter's dropout keeps, by module; and the gradients."""
     with Float64():
@@ -306,7 +314,7 @@ def dropped(plan: dict[str, Any], *, recompute: bool) -> tuple[dict[str, Tensor]
         masks: dict[str, Tensor] = {}
         for name, module in model.named_modules():
             if name.endswith("lora_dropout.default"):
-                module.register_forward_hook(lambda _, __, x, name=name: masks.setdefault(name, x != 0) is None or None)
+                module.forward = functools.partial(kept, module.forward, masks, name)
         model(input_ids=tokens(2, 12), labels=tokens(2, 12)).loss.backward()
         return masks, mw.full_gradients(model)
 

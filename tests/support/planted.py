@@ -91,12 +91,12 @@ def tie_not_summed() -> nn.Module:
     return build("gemma2")
 
 
-def hook_on_a_shard() -> nn.Module:
-    """A hook that norms what an MLP's output projection reads, of which each rank has a part."""
+def hook_of_several_ranks() -> nn.Module:
+    """A hook that computes something else where there are several ranks."""
     model = build("llama")
 
-    def normed(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (args[0] / args[0].norm(dim=-1, keepdim=True), *args[1:])
+    def doubled(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (args[0] * (2 if _is_distributed() else 1), *args[1:])
 
-    model.get_submodule("model.layers.1.mlp.down_proj").register_forward_pre_hook(normed)
+    model.get_submodule("model.layers.1.mlp.down_proj").register_forward_pre_hook(doubled)
     return model

@@ -116,7 +116,7 @@ def test_stages_that_train_as_on_one_device() -> None:
         crossing(planted.bias_added_twice, "outputs", "model.layers.0.self_attn.o_proj"),
         (planted.wrong_fused_order, "outputs", "model.layers.0.self_attn.o_proj"),
         crossing(planted.uneven_heads, "outputs", "model.layers.0.self_attn.o_proj"),
-        (planted.hook_on_a_shard, "outputs", "model.layers.1.mlp.down_proj"),
+        (planted.hook_of_several_ranks, "outputs", "model.layers.1.mlp.down_proj"),
         (planted.tie_not_summed, "gradients: ", "model.embed_tokens.weight"),
     ],
 )
@@ -170,6 +170,8 @@ def test_the_command_on_stages_of_a_model_type() -> None:
 
 
 MODELING = """
+import os
+
 from transformers import LlamaConfig, LlamaForCausalLM
 
 class OwnConfig(LlamaConfig):
@@ -180,18 +182,22 @@ class OwnForCausalLM(LlamaForCausalLM):
 
     def __init__(self, config):
         super().__init__(config)
-        self.model.layers[0].mlp.up_proj.register_forward_hook(lambda module, args, x: x.softmax(-1))
+        self.model.layers[0].mlp.up_proj.register_forward_hook(self.changed)
+
+    @staticmethod
+    def changed(module, args, x):
+        return x.softmax(-1) if int(os.environ.get("WORLD_SIZE", "1")) > 1 else x
 """
 
 
 def test_the_command_ends_with_1_and_names_the_block(tmp_path: Path) -> None:
-    """A softmax over the width of an MLP, in the code that lies beside a config.json."""
+    """A softmax on several ranks only, in the code that lies beside a config.json."""
     (tmp_path / "own.py").write_text(MODELING)
     auto = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
     model = write(tmp_path, LlamaConfig(**SIZES), model_type="own", auto_map=auto, architectures=["OwnForCausalLM"])
     code, output = command("--model", str(model), "--plan", TP, "--steps", "1", "--trust-remote-code")
     assert code == 1, output
-    assert "look at model.layers.0.mlp.down_proj first" in output
+    assert "look at model.layers.0.mlp." in output
 
 
 def test_wrong_arguments_end_with_2(tmp_path: Path) -> None:

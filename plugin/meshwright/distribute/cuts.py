@@ -24,17 +24,25 @@ from meshwright.parallel.tensor_parallel.shared_tower import shares_towers
 from meshwright.parallel.tensor_parallel.structure import DecoderStructure, describe, outline
 from meshwright.pipeline.cut import Cut, cut_decoder
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
-from meshwright.roles import Decoder, plan_for
+from meshwright.roles import Decoder, ShardingPlan, plan_for
 from meshwright.roles.adapters import without_wrappers
 from meshwright.roles.blocks import mixers_of
 from meshwright.roles.blocks.adapted_experts import check_adapted_experts
 from meshwright.roles.blocks.experts import check_experts, is_experts
 
 
-def structure_of(decoder: nn.Module, plan: ParallelPlan, config: ToDistributedConfig) -> Decoder | None:
+def structure_of(
+    decoder: nn.Module, plan: ParallelPlan, config: ToDistributedConfig, roles: ShardingPlan | None = None
+) -> Decoder | None:
     """Return the parts of a decoder that a plan cuts, under tp with the layout of each weight.
 
     A plan with data parallelism alone cuts nothing; for such a plan, return None.
+
+    Args:
+        decoder: the decoder.
+        plan: the plan.
+        config: the options of the call.
+        roles: the roles of the decoder's modules under tp (default: the call's or the family's, or inferred ones).
 
     Raises:
         PlanError: if the plan cannot cut the decoder.
@@ -47,7 +55,7 @@ def structure_of(decoder: nn.Module, plan: ParallelPlan, config: ToDistributedCo
         return None
     try:
         if plan.tp > 1:
-            roles = config.sharding_plan or plan_for(decoder)
+            roles = roles or config.sharding_plan or plan_for(decoder)
             sp, shares = plan.sequence_parallel, shares_towers(plan, config.engine)
             found: Decoder = describe(decoder, roles, tp=plan.tp, sequence_parallel=sp, shares_towers=shares)
             _check_whole_experts(found, plan)
@@ -124,13 +132,21 @@ class Cuts:
     context: ContextRecord | None
 
     @classmethod
-    def of(cls, decoder: nn.Module, plan: ParallelPlan, config: ToDistributedConfig, *, rank: int = 0) -> Cuts:
-        """Decide how a plan cuts a decoder, for a rank of pp.
+    def of(
+        cls,
+        decoder: nn.Module,
+        plan: ParallelPlan,
+        config: ToDistributedConfig,
+        *,
+        rank: int = 0,
+        roles: ShardingPlan | None = None,
+    ) -> Cuts:
+        """Decide how a plan cuts a decoder, for a rank of pp; ``roles`` as in :func:`structure_of`.
 
         Raises:
             PlanError: if the plan cannot cut it.
         """
-        structure = structure_of(decoder, plan, config)
+        structure = structure_of(decoder, plan, config, roles)
         return cls(
             structure=structure,
             mixers=mixers_of(decoder, structure),

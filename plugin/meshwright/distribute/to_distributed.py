@@ -33,6 +33,7 @@ from meshwright.distribute.check_quantised import check_quantised, finish_loadin
 from meshwright.distribute.compiled_before import check_compiled, plain_module
 from meshwright.distribute.cuts import Cuts
 from meshwright.distribute.installation import distribute
+from meshwright.distribute.rehearse import rehearsed
 from meshwright.errors import PlanError
 from meshwright.faults.equal_errors import say_equal_texts_once
 from meshwright.faults.group_timeouts import set_timeouts
@@ -177,6 +178,7 @@ def _distribute(
         runtime.gradients.engine = Engine(config.engine)
     # A program that does not expect a pipeline may read evaluated logits.
     runtime.features.add(WholeLogits(in_training=config.gather_logits, in_evaluation=is_picked))
+    cuts = rehearsed(decoder, cuts, plan, config, mesh, device)
     decided = vars(cuts.of_rank(mesh.pp.rank))
     build = Build(model=model, plan=plan, config=config, loss=loss, runtime=runtime, device=device, **decided)
     distribute(build, optimizer, weights.make)

@@ -20,6 +20,7 @@ from meshwright.parallel.forward.generate_together import GenerateTogether
 from meshwright.parallel.forward.state import EnteredForward, ForwardState
 from meshwright.parallel.forward.uneven_batches import UnevenBatches
 from meshwright.parallel.forward.user_hooks import HookedModules
+from meshwright.parallel.forward.whole_hooks import WholeHooks
 from meshwright.parallel.method_chain import add_step
 from meshwright.parallel.replicas.comparison import ReplicaComparison
 from meshwright.parallel.replicas.state import ModuleTensors
@@ -56,8 +57,6 @@ def watch_passes(build: Build) -> None:
     uneven = runtime.features.add(UnevenBatches(runtime.mesh.tokens, runtime.mesh.tp))
     hooked = HookedModules(
         build.decoder,
-        build.tensor_structure,
-        sequence_parallel=build.is_sequence_parallel,
         is_split=build.is_split,
         is_staged=plan.pp > 1,
         parted=None if build.context is None else build.structure,
@@ -124,6 +123,7 @@ def cut_blocks(build: Build) -> None:
         is_staged=build.cut is not None,
     )
     features.get(CompilableLayers).blocks = blocks
+    features.get(HookedModules).whole = WholeHooks(build.tensor_structure, build.runtime.mesh.tp, region)
     if region is not None:
         features.add(region)
 

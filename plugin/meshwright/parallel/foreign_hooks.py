@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from torch import nn
 
@@ -19,24 +20,30 @@ def has_foreign_hooks(module: nn.Module, *, backward: bool = False) -> bool:
         module: the module.
         backward: whether backward hooks count too, and hooks that torch runs for every module.
     """
-    return any(map(is_foreign, [*_hooks_of(module), *(_other_hooks_of(module) if backward else ())]))
+    own = hooks_of(module) if backward else [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    return any(map(is_foreign, own)) or (backward and bool(hooks_of_all_modules()))
 
 
-def _hooks_of(module: nn.Module) -> list[Callable[..., object]]:
-    return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-
-
-def _other_hooks_of(module: nn.Module) -> list[Callable[..., object]]:
+def hooks_of_all_modules() -> list[Callable[..., object]]:
+    """Return the program's hooks that torch runs for every module."""
     every = nn.modules.module
     found = (
-        module._backward_hooks,
-        module._backward_pre_hooks,
         every._global_forward_hooks,
         every._global_forward_pre_hooks,
         every._global_backward_hooks,
         every._global_backward_pre_hooks,
     )
-    return [hook for hooks in found for hook in hooks.values()]
+    return [hook for hooks in found for hook in hooks.values() if is_foreign(hook)]
+
+
+def hooks_of(module: nn.Module) -> list[Callable[..., object]]:
+    """Return the hooks on a module itself, of forward and of backward."""
+    return [hook for hooks in hook_tables(module) for hook in hooks.values()]
+
+
+def hook_tables(module: nn.Module) -> tuple[Mapping[int, Callable[..., object]], ...]:
+    """Return a module's tables of hooks: of forward, and of backward."""
+    return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
 
 
 @contextlib.contextmanager
@@ -52,6 +59,15 @@ def without_foreign_hooks(modules: Iterable[nn.Module]) -> Iterator[None]:
     finally:
         for (of, kind), hooks in zip(taken, before, strict=True):
             of[kind] = hooks
+
+
+def source_of(hook: Callable[..., object]) -> str:
+    """Return a hook's name and the line at which it begins, for messages."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    code = getattr(hook, "__code__", None) or getattr(type(hook).__call__, "__code__", None)
+    name = getattr(hook, "__qualname__", type(hook).__qualname__).rpartition(".")[2]
+    return name if code is None else f"{name}, {os.path.basename(code.co_filename)}:{code.co_firstlineno}"
 
 
 def is_foreign(hook: Callable[..., object]) -> bool:

@@ -83,6 +83,7 @@ class ShardingPlan:
             ``*`` stands for exactly one dotted component, so ``model.layers.*.mlp`` is the MLP of every layer. An exact
             name takes precedence over a wildcard.
         source: the plan's origin, for messages.
+        uncut: the names of the embedding and the head, if each rank has their weights whole.
 
     Example:
         >>> plan = ShardingPlan(roles={"model.layers.*.mlp.up_proj": Role.UP})
@@ -94,6 +95,7 @@ class ShardingPlan:
 
     roles: Mapping[str, Role]
     source: str = "the sharding plan"
+    uncut: frozenset[str] = frozenset()
     _patterns: tuple[tuple[tuple[str, ...], Role], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -1,8 +1,9 @@
-"""Leaves modules of layers whole whose weights have no role, which is exact if they are given all tokens."""
+"""Leaves modules whole that tp is not known to cut: exact, if a module of a layer is given all tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from dataclasses import replace
 
 from torch import nn
 
@@ -27,19 +28,36 @@ def leave_whole(plan: ShardingPlan, model: nn.Module) -> ShardingPlan:
     if any("parametrizations" in name.split(".") for name in missing):
         return plan
     whole = {_called_around(name, layers) for name in missing}
-    has_experts = any(map(_routes_tokens, layers.values()))
-    if has_experts and any(name is None or _routes_tokens(roled.modules[name]) for name in whole):
+    has_experts = any(map(routes_tokens, layers.values()))
+    if has_experts and any(name is None or routes_tokens(roled.modules[name]) for name in whole):
         return plan
     roles = _with_whole(roled.roles, [name for name in whole if name is not None])
     inside = {role for name, role in roles.items() if name.startswith(tuple(f"{layer}." for layer in layers))}
     is_cut = any(role.part in (BlockPart.COLUMN, BlockPart.INNER) for role in inside)
     tokens_meet = any(role is Role.WHOLE or (role.part is BlockPart.BLOCK and role is not Role.MLP) for role in inside)
     if not has_experts and (None in whole or not tokens_meet or (whole and not is_cut)):
-        return ShardingPlan(roles=_with_whole(roled.roles, list(_inside(layers))), source=plan.source)
-    return ShardingPlan(roles=roles, source=plan.source) if whole else plan
+        return replace(plan, roles=_with_whole(roled.roles, list(_inside(layers))))
+    return replace(plan, roles=roles) if whole else plan
 
 
-def _routes_tokens(module: nn.Module) -> bool:
+def keep_whole(plan: ShardingPlan, model: nn.Module, names: Collection[str]) -> ShardingPlan:
+    """Return a plan in which each rank has these modules whole.
+
+    Args:
+        plan: a sharding plan.
+        model: the model.
+        names: the names of modules: of the embedding, the head, the final norm, or modules in layers. A layer's name
+            stands for all that is in it.
+    """
+    roled = RoledModel(model, plan)
+    words = {name for name in names if roled.roles.get(name) in (Role.EMBEDDING, Role.HEAD)}
+    layers = {name: roled.modules[name] for name in names if roled.roles.get(name) is Role.LAYER}
+    whole = [*_inside(layers), *(name for name in names if name not in words and name not in layers)]
+    return replace(plan, roles=_with_whole(roled.roles, whole), uncut=plan.uncut | words)
+
+
+def routes_tokens(module: nn.Module) -> bool:
+    """Return whether experts are in a module, so that it cannot stay whole: each rank must route its own tokens."""
     return any(map(roles_of_experts, module.modules()))
 
 

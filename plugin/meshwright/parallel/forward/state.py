@@ -160,8 +160,7 @@ class ForwardState:
         check_arguments(module, inputs, self.mesh)
         enter_pass(inputs.values())
         labels = inputs.get("labels")
-        if trains:
-            self.hooked.look()
+        self.hooked.look(trains=trains)
         if self.guard is not None:
             self._compare(self.guard, module, inputs, trains=trains)
         if torch.is_grad_enabled() or self.mesh.tp.size * self.mesh.pp.size > 1:
@@ -208,7 +207,7 @@ class ForwardState:
             compared.look()
             with torch._C.DisableTorchFunctionSubclass():  # read tensor subclasses as plain tensors
                 statement = compared.statement(module, inputs)
-            others = statements if compared.axis.name != "pp" else self._of_stages()
+            others = (*statements, *self.hooked.statements) if compared.axis.name != "pp" else self._of_stages()
             guard.meet(place, compared.axis.group, *of_batch, statement, *others)
             with torch._C.DisableTorchFunctionSubclass():
                 compared.gather(inputs, guard.step)

@@ -1,4 +1,4 @@
-"""Warn about the program's own forward hooks inside a distributed model, which see only this rank's activations."""
+"""Finds the program's own hooks inside a distributed model, and warns where they see parts of activations."""
 
 from __future__ import annotations
 
@@ -13,19 +13,15 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshwright.autograd import Node, TensorFunction
 from meshwright.errors import PlanError
+from meshwright.faults.statement import Statement
 from meshwright.parallel.autograd_graph import in_backward
-from meshwright.parallel.foreign_hooks import has_foreign_hooks, is_foreign
-from meshwright.parallel.tensor_parallel.structure import DecoderStructure
+from meshwright.parallel.foreign_hooks import has_foreign_hooks, hook_tables, hooks_of_all_modules, source_of
+from meshwright.parallel.forward.whole_hooks import WholeHooks
 from meshwright.roles import Decoder
 from meshwright.temporarily import temporarily
 
 logger = logging.getLogger(__name__)
 
-_CUT = (
-    "a forward hook on %s sees this rank's part of the activations: the plan shards them over tp, by tokens under "
-    "sequence parallelism and by heads or channels inside blocks. A loss computed from this part differs from one "
-    "device. Compute the loss from the model's output, or use ParallelPlan(tp=1)"
-)
 _PARTED = (
     "a forward hook on %s sees this rank's tokens only, since ParallelPlan.cp > 1 cuts every sequence. A loss computed "
     "from them differs from one device. Compute the loss from the model's output, or use ParallelPlan(cp=1)"
@@ -49,32 +45,29 @@ class HookedModules:
 
     Args:
         model: the model whose inner modules are searched.
-        structure: the model's structure; None without tensor parallelism.
-        sequence_parallel: whether the layers have this rank's tokens only.
         is_split: whether modules run once for each of several micro-batches; this attribute may change later.
         is_staged: whether the model's call runs every backward pass, as a pipeline does; see ``running``.
         parted: the model's structure under context parallelism, where modules have this rank's tokens only.
+
+    Attributes:
+        whole: what gives hooks whole values under tensor parallelism; None without it.
     """
+
+    whole: WholeHooks | None = None
 
     def __init__(
         self,
         model: nn.Module,
-        structure: DecoderStructure | None,
         *,
-        sequence_parallel: bool,
         is_split: bool,
         is_staged: bool = False,
         parted: Decoder | None = None,
     ):
-        cut_ids = {id(module) for module in _cut(structure, sequence_parallel)}
-        # The runtime's own hooks make the outputs of these modules whole.
-        border_ids = set() if structure is None else {id(structure.embedding), id(structure.final_norm)}
         self._modules = [(name, module) for name, module in model.named_modules() if name]
+        self._tables = [table for _, module in self._modules for table in hook_tables(module)]
         parted_ids = {id(module) for module in _parted(model, parted)}
         self._parted = {name for name, module in self._modules if id(module) in parted_ids}
-        self._cut = {name for name, module in self._modules if id(module) in cut_ids}
-        self._borders = {name for name, module in self._modules if id(module) in border_ids}
-        self._hooks_seen = -1
+        self._hooks_seen: tuple[int, bool] | None = None
         self._has_warned = False
         self.is_split, self.is_staged = is_split, is_staged
         self._watched: set[str] = set()
@@ -90,29 +83,43 @@ class HookedModules:
         if not self._is_running:
             raise PlanError(_OVER % name)
 
-    def look(self) -> None:
-        """Warn once if the program's hooks see parts of activations, so a loss computed from them would be wrong."""
+    @property
+    def statements(self) -> tuple[Statement, ...]:
+        """What the ranks of tp compare before a pass."""
+        return () if self.whole is None else self.whole.statements
+
+    def look(self, *, trains: bool) -> None:
+        """Give new hooks whole values under tp, and warn once if hooks see parts, from which a loss would be wrong.
+
+        Args:
+            trains: whether the pass that begins trains.
+
+        Raises:
+            PlanError: if hooks would see parts that cannot be made whole.
+        """
         self.look_at_kept(has_ended=True)
         self._outputs.clear()
-        if self._has_warned and not self.is_staged:
+        if self.whole is not None and (every := hooks_of_all_modules()):
+            raise PlanError(
+                f"a hook on all modules of torch ({source_of(every[0])}) would see this rank's parts of activations, "
+                "since the plan cuts them over tp. Register it on the modules that it needs, before to_distributed"
+            )
+        hooks = sum(map(sum, self._tables))  # of their numbers, which torch gives once
+        if (hooks, trains) == self._hooks_seen or (self.whole is None and not trains):
             return
-        if not (self._cut or self._borders or self._parted or self.is_split):
-            return
-        hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for _, m in self._modules)
-        if hooks == self._hooks_seen:
-            return
-        self._hooks_seen = hooks
+        self._hooks_seen = hooks, trains
         found = {name: module for name, module in self._modules if has_foreign_hooks(module)}
-        cut = [name for name in found if name in self._cut]
-        cut += [name for name, module in found.items() if name in self._borders and _comes_first(module)]
         parted = [name for name in found if name in self._parted]
-        if not self._has_warned and (cut or parted):
+        if trains and parted and not self._has_warned:
             self._has_warned = True
-            logger.warning(_PARTED if parted else _CUT, (parted or cut)[0])
-        for name, module in found.items() if self.is_staged or self.is_split else ():
+            logger.warning(_PARTED, parted[0])
+        for name, module in found.items() if trains and (self.is_staged or self.is_split) else ():
             if name not in self._watched:
                 self._watched.add(name)
                 module.register_forward_hook(functools.partial(_watch, self, name), prepend=True)
+        if self.whole is not None:
+            for name, module in self._modules:
+                self.whole.take(name, module)
 
     def look_at_kept(self, *, has_ended: bool) -> None:
         """Warn once if the program keeps outputs of micro-batches whose backward is over.
@@ -155,16 +162,6 @@ class _Watched(TensorFunction):
         return grad, None, None
 
 
-def _cut(structure: DecoderStructure | None, sequence_parallel: bool) -> list[nn.Module]:
-    """Return the modules whose inputs or outputs are sharded over tp."""
-    if structure is None:
-        return []
-    if sequence_parallel:
-        return [module for layer in structure.layers for module in layer.modules()]
-    owners = [*(block.module for block in structure.blocks), *structure.routed]
-    return [inner for owner in owners for inner in owner.modules() if inner is not owner]
-
-
 def _parted(model: nn.Module, structure: Decoder | None) -> list[nn.Module]:
     """Return the modules whose inputs or outputs hold some of the tokens under context parallelism."""
     if structure is None:
@@ -172,9 +169,3 @@ def _parted(model: nn.Module, structure: Decoder | None) -> list[nn.Module]:
     around = [module for module in model.modules() if structure.layers[0] in set(module.modules())]
     after = [module for module in (structure.final_norm, structure.head) if module is not None]
     return [*around, *after, *(inner for layer in structure.layers for inner in layer.modules())]
-
-
-def _comes_first(module: nn.Module) -> bool:
-    """Return whether a module's first forward hook is the program's, registered before the runtime's."""
-    first = next(iter(module._forward_hooks.values()), None)
-    return first is not None and is_foreign(first)

@@ -23,7 +23,7 @@ from torch.autograd.graph import Node as GraphNode
 
 from meshwright.errors import PlanError
 from meshwright.mesh.axes import Axis
-from meshwright.parallel.autograd_graph import bypasses
+from meshwright.parallel.autograd_graph import bypasses, in_backward
 from meshwright.parallel.collectives import gather_rows, reduce, share
 from meshwright.parallel.dropout_streams import DropoutStreams, Rates, Restore
 from meshwright.parallel.method_chain import Uncompiled, add_step
@@ -153,6 +153,8 @@ class BlockHooks:
         self._bias = self._row._parameters["bias"]
         none = torch.zeros_like(self._bias) if self._bias is not None and self._needs_bias else None
         self._row._parameters["bias"] = none  # type: ignore[assignment]  # a tensor without a gradient
+        if self._pass is None and in_backward():  # the program's own checkpoint runs the inside of the block again
+            return
         if self._pass is None:
             raise PlanError(
                 f"the output projection of {self._name} ran, but the block was not called as a module: the gradient of "

@@ -102,6 +102,7 @@ class _ColumnPass:
 
     def __init__(self, weights: list[nn.Parameter | None]):
         self.weights = weights
+        self.is_checkpointing = saved.is_checkpointing()
         self.node: Node
         self.unread = set(range(len(weights)))
         self.full: Tensor | None = None
@@ -127,6 +128,8 @@ class _ColumnForward(LinearForward):
         current = self.group.current
         weight = self.module._parameters["weight"]
         is_entered = current is not None and weight is current.weights[self.index] and args and current.holds(args[0])
+        # The program may checkpoint what is inside of the block: it then runs again without the block's entry.
+        is_entered = is_entered and saved.is_checkpointing() == current.is_checkpointing  # type: ignore[union-attr]
         if current is None or weight is None or not is_entered or not torch.is_grad_enabled():
             result: Tensor = self.method(*args, **kwargs)
             return result

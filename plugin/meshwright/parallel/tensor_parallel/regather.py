@@ -103,7 +103,8 @@ class RegatheredProjections:
 
     def _push(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
         gathered = self._current
-        if gathered is not None and gathered.holds(args[0]):
+        # The program's own checkpoint keeps the gathered input, and runs the projection again without its block.
+        if gathered is not None and gathered.holds(args[0]) and not saved.is_checkpointing():
             self._swap(gathered)
 
     def _swap(self, gathered: GatheredInput) -> None:

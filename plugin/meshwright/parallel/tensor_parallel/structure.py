@@ -33,14 +33,15 @@ class DecoderStructure(Decoder):
     Args:
         head: the head that tp cuts over the vocabulary; None if there is none.
         embeddings: the embeddings with the weight of the tokens', of which an encoder-decoder has several. None if the
-            embedding has further weights: a rank would apply these to the tokens of its part of the vocabulary alone,
-            so it stays whole, and a head with its weight too.
+            plan says that they stay whole, or the embedding has further weights: a rank would apply these to the
+            tokens of its part of the vocabulary alone. A head with its weight stays whole too.
         blocks: the blocks of the layers, each once.
         routed: the modules that route tokens to experts, and in which each rank routes its own tokens, although it has
             all tokens between the blocks; none under sequence parallelism, where it has only its own there too.
         whole: the outermost modules inside of layers that every rank computes for all tokens, by name.
         whole_outside: those outside of layers and towers, which may run between layers or before the final norm.
         is_sequence_parallel: whether each rank has its own tokens between the blocks; False if there are none.
+        roles: the roles that the modules have.
         vocab_size: the number of words of which each rank has a part, as many as the head scores; 0 if all are whole.
             In a few families the embedding has more words.
     """
@@ -54,6 +55,7 @@ class DecoderStructure(Decoder):
     whole_outside: dict[str, nn.Module]
     is_sequence_parallel: bool
     parameters: dict[str, TensorLayout] = field(repr=False)
+    roles: ShardingPlan = field(repr=False)
     vocab_size: int
 
     @property
@@ -64,7 +66,13 @@ class DecoderStructure(Decoder):
 
 
 def describe(
-    model: nn.Module, plan: ShardingPlan, *, tp: int, sequence_parallel: bool, shares_towers: bool = False
+    model: nn.Module,
+    plan: ShardingPlan,
+    *,
+    tp: int,
+    sequence_parallel: bool,
+    shares_towers: bool = False,
+    is_part: bool = False,
 ) -> DecoderStructure:
     """Return a decoder's structure: each module's role and each parameter's layout over ``tp`` ranks.
 
@@ -75,6 +83,7 @@ def describe(
         sequence_parallel: whether each rank has its own tokens between the blocks.
         shares_towers: whether the ranks share the images of each tower, so that the gradients of its weights are
             addends.
+        is_part: whether the model is a part of a decoder, whose other layers have blocks.
 
     Raises:
         UncoveredParameterError: if parameters have no role; the message lists them.
@@ -84,13 +93,17 @@ def describe(
     roled.check_coverage()
     embedding = roled.only(Role.EMBEDDING, nn.Embedding)
     head = roled.only_if_any(Role.HEAD, nn.Linear)
-    own = tuple(embedding.parameters())
-    uncut = {id(p) for p in own} if len(own) > 1 else set()
-    if head is not None and id(weight_of(head)) in uncut:
+    of_embedding = {id(p) for p in embedding.parameters()}
+    uncut = {id(p) for name in roled.plan.uncut for p in roled.modules[name].parameters()}
+    if len(of_embedding) > 1 or uncut & of_embedding:
+        uncut |= of_embedding
+    has_whole_head = head is not None and id(weight_of(head)) in uncut
+    if head is not None and has_whole_head:
         uncut |= {id(p) for p in head.parameters()}
         head = None
+    is_embedding_cut = not uncut & of_embedding
     parts = _by_roles(roled)
-    sequence_parallel = sequence_parallel and bool(roled.block_names)
+    sequence_parallel = sequence_parallel and (is_part or bool(roled.block_names))
     routed = [] if sequence_parallel or tp == 1 else _owners_of_experts(roled, parts)
 
     def has_own_tokens(name: str) -> bool:
@@ -116,8 +129,9 @@ def describe(
         if parameter in of_towers:
             layouts[name] = replace(layouts[name], addends=OVER_TP)
     _check_ties(model, layouts)
-    words = weight_of(head).shape[0] if head is not None else 0 if uncut else embedding.num_embeddings
-    embeddings = (m for m in roled.modules_with(Role.EMBEDDING) if isinstance(m, nn.Embedding) and not uncut)
+    is_without = has_whole_head or not is_embedding_cut
+    words = weight_of(head).shape[0] if head is not None else 0 if is_without else embedding.num_embeddings
+    embeddings = (m for m in roled.modules_with(Role.EMBEDDING) if isinstance(m, nn.Embedding) and is_embedding_cut)
     return DecoderStructure(
         **vars(parts) | {"head": head},
         embeddings=tuple(embeddings),
@@ -127,6 +141,7 @@ def describe(
         whole_outside=roled.whole_beside((*parts.layers, *parts.towers)),
         is_sequence_parallel=sequence_parallel,
         parameters=layouts,
+        roles=plan,
         vocab_size=words,
     )
 

@@ -11,36 +11,37 @@ from torch import Tensor, nn
 from meshwright.layout.row_layout import RowLayout
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.collectives import reduce, share, unsplit_rows
+from meshwright.parallel.foreign_hooks import has_foreign_hooks
+from meshwright.parallel.method_chain import ChainStep, StepOrder, add_step
 from meshwright.parallel.shards.reads import ROW_READS, reading_shards, values_of
 from meshwright.parallel.shards.stand_in import InHead, ShardedLogits
 from meshwright.parallel.tensor_checks import require_words
+from meshwright.temporarily import temporarily
 
 
-class VocabParallelEmbedding:
-    """Hooks that make a stock embedding look up the rows that this rank holds and sum the results over the axis."""
+class VocabParallelEmbedding(ChainStep):
+    """The forward of a stock embedding that looks up the rows of this rank, and sums the results over the axis.
+
+    It is inside of the module's hooks, so those of the program see all words and whole vectors.
+    """
+
+    order = StepOrder.VOCABULARY
 
     def __init__(self, embedding: nn.Embedding, rows: RowLayout, axis: Axis):
-        self.axis, self.words = axis, rows.size
+        self.embedding, self.axis, self.words = embedding, axis, rows.size
         ((self.first, self.stop),) = rows.spans[axis.rank]
-        self._elsewhere: Tensor | None = None
         self._padding = embedding.padding_idx  # which the model's code may read too
-        embedding.register_forward_pre_hook(self._localise)
-        embedding.register_forward_hook(self._sum, always_call=True)
+        add_step(embedding, self)
 
-    def _localise(self, module: nn.Embedding, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        (words, *rest) = args
+    def __call__(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        words = args[0] if args else kwargs.pop("input")
         require_words(words, self.words, "token id")
-        self._elsewhere = (words < self.first) | (words >= self.stop)
-        if self._padding is not None:
-            module.padding_idx = self._padding - self.first if self.first <= self._padding < self.stop else None
-        return ((words - self.first).masked_fill(self._elsewhere, 0), *rest)
-
-    def _sum(self, module: nn.Embedding, args: tuple[object, ...], output: Tensor | None) -> Tensor | None:
-        if self._padding is not None:
-            module.padding_idx = self._padding
-        if output is None or self._elsewhere is None:
-            return None
-        elsewhere, self._elsewhere = self._elsewhere, None
+        elsewhere = (words < self.first) | (words >= self.stop)
+        own = self._padding
+        if own is not None:
+            own = own - self.first if self.first <= own < self.stop else None
+        with temporarily(self.embedding, padding_idx=own):
+            output = self.method((words - self.first).masked_fill(elsewhere, 0), *args[1:], **kwargs)
         return reduce(output.masked_fill(elsewhere.unsqueeze(-1), 0), self.axis)
 
 
@@ -79,25 +80,30 @@ class RowReads:
             return reduce(row.masked_fill(elsewhere, 0), self.axis)
 
 
-class VocabParallelHead:
-    """Hooks on the language-model head: local logits for the sharded loss, whole logits for everything else.
+class VocabParallelHead(ChainStep):
+    """The forward of a language-model head: local logits for the sharded loss, whole logits for everything else.
+
+    It is inside of the module's hooks. Where the program has hooks on the head, these see whole logits, and so does the
+    loss.
 
     Args:
         keep_sharded: a function called in each forward; it returns whether only the sharded loss will use the logits.
     """
 
+    order = StepOrder.VOCABULARY
+
     def __init__(self, head: nn.Linear, vocab_size: int, axis: Axis, keep_sharded: Callable[[], bool]):
-        self.axis, self.vocab_size, self.keep_sharded = axis, vocab_size, keep_sharded
-        head.register_forward_pre_hook(self._share)
-        head.register_forward_hook(self._deliver)
+        self.head, self.axis, self.vocab_size, self.keep_sharded = head, axis, vocab_size, keep_sharded
+        add_step(head, self)
 
-    def _share(self, module: nn.Module, args: tuple[Tensor | InHead]) -> tuple[Tensor | InHead]:
-        return args if isinstance(args[0], InHead) else (share(args[0], self.axis),)
-
-    def _deliver(self, module: nn.Module, args: tuple[Tensor | InHead], output: Tensor) -> Tensor:
-        if isinstance(args[0], InHead) or isinstance(output, ShardedLogits):
+    def __call__(self, x: Tensor | InHead) -> Tensor:
+        if isinstance(x, InHead):
+            logits: Tensor = self.method(x)
+            return logits
+        output: Tensor = self.method(share(x, self.axis))
+        if isinstance(output, ShardedLogits):
             return output
-        if self.keep_sharded():
+        if self.keep_sharded() and not has_foreign_hooks(self.head, backward=True):
             return output.as_subclass(ShardedLogits)
         return gather_words(output, self.axis)[..., : self.vocab_size]
 

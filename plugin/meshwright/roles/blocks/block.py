@@ -137,6 +137,25 @@ class Block(BlockKind):
         adapted = [column for column in self.columns if is_adapted(column)]
         return [m for column in adapted for m in column.get_submodule("lora_dropout").children()]
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the modules that stay whole in place of the block: itself, or what a layer owns of it."""
+        if self.module in self.entries or self.reader is not self.module:
+            return (self.name,)
+        return tuple(self.roled.inside(self.name))
+
+    @property
+    def inside(self) -> tuple[nn.Module, ...]:
+        """The modules between the block's two borders, whose inputs or outputs are of a rank's heads or channels.
+
+        In a layer that owns the projections, these are also what it owns without weights, such as an activation.
+        """
+        if self.names == (self.name,):
+            return tuple(m for m in self.module.modules() if m is not self.module or self.returns_projected)
+        own = (self.roled.modules[name] for name in self.names if name in self.roled.modules)
+        between = (m for m in self.module.children() if next(m.parameters(), None) is None)
+        return (*own, *between)
+
     def rows_of(self, name: str, role: Role, size: int) -> RowLayout:
         """Return which of a weight's rows each rank holds.
 

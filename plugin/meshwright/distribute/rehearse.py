@@ -1,0 +1,269 @@
+"""Tries what the program brought into the parts that tp cuts, and leaves whole what the trial does not show equal.
+
+The project's tests show that tp computes the libraries' families exactly. Nothing shows this of a class, a function or
+a combination of the program's own (:mod:`meshwright.roles.brought`). So before any weight is cut, one part of each kind
+runs on a few random tokens, forward and backward, whole and cut over the ranks (:mod:`meshwright.parallel.rehearsal`).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.distribute.cuts import Cuts
+from meshwright.errors import PlanError
+from meshwright.faults.together import texts_of_all
+from meshwright.mesh.axes import Mesh
+from meshwright.parallel.foreign_hooks import hooks_of, hooks_of_all_modules, is_foreign, source_of
+from meshwright.parallel.rehearsal.layer_calls import Values, calls_of
+from meshwright.parallel.rehearsal.trial import Part, differs
+from meshwright.parallel.rehearsal.untouched import untouched
+from meshwright.parallel.tensor_parallel.structure import DecoderStructure
+from meshwright.plan.config import ParallelPlan, ToDistributedConfig
+from meshwright.progress import is_first_rank
+from meshwright.roles import ShardingPlan
+from meshwright.roles.brought import Brought, codes_of
+from meshwright.roles.projection import in_features
+from meshwright.roles.whole_modules import keep_whole, routes_tokens
+
+logger = logging.getLogger(__name__)
+
+_ROWS = 2
+
+
+def rehearsed(
+    decoder: nn.Module, cuts: Cuts, plan: ParallelPlan, config: ToDistributedConfig, mesh: Mesh, device: torch.device
+) -> Cuts:
+    """Return how the plan cuts a decoder, with the parts whole that a trial over the ranks of tp does not show equal.
+
+    Every rank must make the call, before weights are cut.
+
+    Args:
+        decoder: the decoder.
+        cuts: how the plan would cut it.
+        plan: the plan.
+        config: the options of the call.
+        mesh: the axes.
+        device: the device of the ranks' weights.
+
+    Raises:
+        PlanError: on every rank, if a part computes something else that cannot stay whole.
+    """
+    structure = cuts.structure
+    if not isinstance(structure, DecoderStructure) or mesh.tp.size == 1:
+        return cuts
+    if hooked := _hooked_inside(structure):
+        cuts = Cuts.of(decoder, plan, config, roles=keep_whole(structure.roles, decoder, hooked))
+        structure = cuts.structure
+        assert isinstance(structure, DecoderStructure)
+    rehearsal = _Rehearsal(decoder, structure, mesh, device)
+    roles = rehearsal.of_words(rehearsal.of_layers(structure.roles))
+    return cuts if roles is structure.roles else Cuts.of(decoder, plan, config, roles=roles)
+
+
+def _hooked_inside(structure: DecoderStructure) -> list[str]:
+    """Return the names of what stays whole, so that hooks of the program inside of it see whole values.
+
+    Raises:
+        PlanError: on every rank, if one has hooks on all modules of torch.
+    """
+    own: dict[str, list[str]] = {}
+    every = "".join(f"{source_of(hook)}" for hook in hooks_of_all_modules()[:1])
+    for block in structure.blocks if not every else ():
+        if hooks := [hook for m in block.inside for hook in hooks_of(m) if is_foreign(hook)]:
+            own[source_of(hooks[0])] = [*own.get(source_of(hooks[0]), ()), *block.names]
+    said = [json.loads(text) for text in texts_of_all(json.dumps([every, own]) if every or own else "") if text]
+    if every := next((text for text, _ in said if text), ""):
+        raise PlanError(
+            f"a hook on all modules of torch ({every}) would see this rank's parts of activations, since tp cuts them. "
+            "Register it on the modules that it needs: module.register_forward_hook(hook); or use ParallelPlan(tp=1)"
+        )
+    found = {source: names for _, hooks in said for source, names in hooks.items()}
+    names = list(dict.fromkeys(name for own in found.values() for name in own))
+    if names and is_first_rank():
+        source, of_first = next(iter(found.items()))
+        others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        logger.warning(
+            "hooks of the program (%s) are inside of what tp cuts. So that they see whole values, %s%s stays whole on "
+            "every rank, which is exact, but saves neither memory nor time for %.0f %% of the weights. Hooks on the "
+            "block or the layer cost less",
+            source, of_first[0], others, _share(structure.model, names),
+        )  # fmt: skip
+    return names
+
+
+def _share(decoder: nn.Module, names: Iterable[str]) -> float:
+    """Return the share of the decoder's weights that some modules have, in percent."""
+    own = {p for name in names for p in decoder.get_submodule(name).parameters()}
+    return 100 * sum(p.numel() for p in own) / sum(p.numel() for p in decoder.parameters())
+
+
+class _Rehearsal:
+    """The trials of one decoder's parts."""
+
+    def __init__(self, decoder: nn.Module, structure: DecoderStructure, mesh: Mesh, device: torch.device):
+        self.decoder, self.structure, self.mesh, self.device = decoder, structure, mesh, device
+        self.brought = Brought()
+        self.names = {module: name for name, module in reversed(list(decoder.named_modules(remove_duplicate=False)))}
+        self._length = 2 * mesh.tp.size
+
+    def of_words(self, roles: ShardingPlan) -> ShardingPlan:
+        """Try the embeddings and the head, and return the roles with those whole that differ."""
+        structure, names = self.structure, self.names
+        heads = () if structure.head is None else (structure.head,)
+        for module in (*structure.embeddings, *heads):
+            if not (own := self.brought.inside(module)):
+                continue
+            part = Part(
+                modules={names[module]: module},
+                arguments=self._hidden_states if module in heads else self._words,
+                beside={names[structure.layers[0]]: nn.Identity()} | (self._embedding() if module in heads else {}),
+                dtype=next(module.parameters()).dtype,
+            )
+            if why := self._differs(part, roles):
+                self._say(_Kept((names[module],), module.get_submodule(own[0]), why))
+                roles = keep_whole(roles, self.decoder, (names[module],))
+        return roles
+
+    def _words(self, values: Values) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return (values.words(self.structure.embedding.num_embeddings, _ROWS, self._length),), {}
+
+    def _hidden_states(self, values: Values) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        assert self.structure.head is not None
+        return (values.normal((_ROWS, self._length, in_features(self.structure.head))),), {}
+
+    def _embedding(self) -> dict[str, nn.Module]:
+        """Return a stand-in for the embedding by its name; without memory, so that it draws no random numbers."""
+        return {self.names[self.structure.embedding]: nn.Embedding(self.mesh.tp.size, 1, device="meta")}
+
+    def of_layers(self, roles: ShardingPlan) -> ShardingPlan:
+        """Try a layer of each kind, and return the roles with the parts of layers whole that differ."""
+        norm = self.structure.final_norm if self.structure.is_sequence_parallel else None
+        if norm is not None and not self.brought.inside(norm):
+            norm = None
+        kinds: dict[object, list[nn.Module]] = {}
+        for index, layer in enumerate(dict.fromkeys(self.structure.layers)):
+            if self.brought.inside(layer) or (norm is not None and not index):
+                kinds.setdefault(_kind(layer, index), []).append(layer)
+        if not kinds:
+            return roles
+        calls = self._calls([layers[0] for layers in kinds.values()])
+        whole: list[str] = []
+        for layers in kinds.values():
+            whole += self._whole_in(layers, norm, calls[layers[0]], roles)
+        return keep_whole(roles, self.decoder, whole) if whole else roles
+
+    def _calls(self, layers: list[nn.Module]) -> dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]]:
+        with untouched(self.decoder, self.device):
+            try:
+                return calls_of(self.decoder, layers, rows=_ROWS, length=self._length)
+            except PlanError:
+                width = self.structure.embedding.embedding_dim
+                return dict.fromkeys(layers, ((torch.empty(_ROWS, self._length, width, device="meta"),), {}))
+
+    def _whole_in(
+        self, layers: list[nn.Module], norm: nn.Module | None, call: tuple[Any, Any], roles: ShardingPlan
+    ) -> list[str]:
+        """Return the names of what stays whole in layers of one kind, or of the layers themselves."""
+        layer, name = layers[0], self.names[layers[0]]
+        modules = {name: layer} | ({} if norm is None else {self.names[norm]: norm})
+        dtype = next((p.dtype for p in layer.parameters() if p.is_floating_point()), torch.float32)
+        part = Part(modules=modules, arguments=lambda v: v.arguments(call), beside=self._embedding(), dtype=dtype)
+        if not (why := self._differs(part, roles)):
+            return []
+        owners = self._owners(layer, name) | ({} if norm is None else {self.names[norm]: norm})
+        chosen = list(owners)
+        if chosen and not self._differs(part, keep_whole(roles, self.decoder, chosen)):
+            for one in owners if len(owners) > 1 else ():
+                others = [other for other in chosen if other != one]
+                if not self._differs(part, keep_whole(roles, self.decoder, others)):
+                    chosen = others
+        elif self.structure.is_sequence_parallel:
+            own = next(iter(owners.values()), layer)
+            raise PlanError(
+                f"{name} ({self._source(own)}) computes something else where each rank has its own tokens between the "
+                f"blocks, as sequence parallelism cuts them: {why}. On one device it sees all tokens. Use tp without "
+                "sequence parallelism: ParallelPlan(tp=2), or in words plan='tp2'"
+            )
+        else:
+            owners, chosen = {name: layer}, [name]
+        whole: list[str] = []
+        for one in chosen:
+            inside = one == name or one.startswith(f"{name}.")
+            names = tuple(self.names[other] + one.removeprefix(name) for other in layers) if inside else (one,)
+            self._say(_Kept(names, owners[one], why))
+            whole += names
+        return whole
+
+    def _owners(self, layer: nn.Module, name: str) -> dict[str, nn.Module]:
+        """Return the parts of a layer that the program brought something into, each with the first such module.
+
+        A part is a block, or a module outside of the blocks.
+        """
+        blocks = [block.name for block in self.structure.blocks if f"{block.name}.".startswith(f"{name}.")]
+        found: dict[str, nn.Module] = {}
+        for inner in filter(None, self.brought.inside(layer)):
+            full = f"{name}.{inner}"
+            around = next((block for block in blocks if block != name and f"{full}.".startswith(f"{block}.")), full)
+            found.setdefault(around, layer.get_submodule(inner))
+        return found
+
+    def _differs(self, part: Part, roles: ShardingPlan) -> str | None:
+        """Return on every rank how the part differs on the first rank on which it does; None if it does on none."""
+        is_cut = self.structure.is_sequence_parallel
+        why = differs(part, roles, self.mesh, self.device, sequence_parallel=is_cut)
+        return next(filter(None, texts_of_all(why or "")), None)
+
+    def _source(self, module: nn.Module) -> str:
+        """Return a module's class, and the line at which the program's code of its forward begins."""
+        code = self.brought.code_of(module)
+        place = "" if code is None else f", {os.path.basename(code.co_filename)}:{code.co_firstlineno}"
+        return f"{type(module).__name__}{place}"
+
+    def _say(self, kept: _Kept) -> None:
+        """Say what stays whole, and refuse it where that is not exact."""
+        modules = [self.decoder.get_submodule(name) for name in kept.names]
+        name, others = kept.names[0], len(kept.names) - 1
+        if any(map(routes_tokens, modules)):
+            raise PlanError(
+                f"{name} ({self._source(kept.own)}) computes something else over the ranks of tp than on one device: "
+                f"{kept.why}. With experts inside it cannot stay whole. Use ParallelPlan(tp=1)"
+            )
+        if not is_first_rank():
+            return
+        logger.warning(
+            "%s (%s)%s computes something else over the ranks of tp than on one device: %s. It stays whole on every "
+            "rank, which is exact, but saves neither memory nor time for %.0f %% of the weights. To cut it, let it use "
+            "each channel by itself, or use ParallelPlan(tp=1)",
+            name, self._source(kept.own), f" and {others} more" if others else "", kept.why,
+            _share(self.decoder, kept.names),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """Modules of one kind that stay whole: their names, what the program brought into the first, and why."""
+
+    names: tuple[str, ...]
+    own: nn.Module
+    why: str
+
+
+def _kind(layer: nn.Module, index: int) -> object:
+    """Return what two layers have in common that are tried as one: classes, code, sizes and options."""
+    return tuple(one for name, module in layer.named_modules() for one in _traits(name, module, index))
+
+
+def _traits(name: str, module: nn.Module, index: int) -> Iterator[object]:
+    yield name, type(module), tuple(codes_of(module.forward))
+    yield from ((n, p.shape) for n, p in module._parameters.items() if p is not None)
+    # Layers know their number.
+    numbered = ((n, x) for n, x in vars(module).items() if not (type(x) is int and x == index))
+    yield from ((n, x) for n, x in numbered if isinstance(x, bool | int | float | str))

@@ -1,0 +1,213 @@
+"""Runs a part of a decoder whole and cut over tp, on a few random tokens, and compares outputs and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from meshwright.faults.together import attempt
+from meshwright.layout.tensor_layout import layout_of
+from meshwright.mesh.axes import Axis, Mesh
+from meshwright.parallel.collectives import all_reduce
+from meshwright.parallel.dropout_streams import DropoutStreams
+from meshwright.parallel.rehearsal.layer_calls import Values
+from meshwright.parallel.rehearsal.untouched import untouched
+from meshwright.parallel.rehearsal.watched_group import WatchedGroup
+from meshwright.parallel.tensor_parallel.apply import attach_shards, install_tensor_parallel, make_shards
+from meshwright.parallel.tensor_parallel.structure import describe
+from meshwright.roles import ShardingPlan
+
+# Stock norms compute in float32 inside of a pass in float64, so sums in another order differ by some of its roundings.
+_IN_FLOAT32 = 128 * torch.finfo(torch.float32).eps
+_ROUNDINGS = 8  # of a narrower dtype, for a module that runs in no other
+_ZERO = 1e-3  # a gradient so much smaller than the largest may be a rounding of zero, as that of a key's bias
+_DROPOUTS = (F.dropout, F.alpha_dropout, F.feature_alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d, torch.dropout)
+
+# Takes random values; returns the positional and keyword arguments of a module.
+Arguments = Callable[[Values], tuple[tuple[Any, ...], dict[str, Any]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A part of a decoder that is tried.
+
+    Args:
+        modules: its modules, by their names in the decoder; each gets the output of the one before it.
+        arguments: what the first of them is given.
+        beside: stand-ins of the decoder's embedding and layers, by name, for a part without these.
+        dtype: the dtype of its weights.
+    """
+
+    modules: dict[str, nn.Module]
+    arguments: Arguments
+    beside: Mapping[str, nn.Module]
+    dtype: torch.dtype
+
+
+def differs(part: Part, plan: ShardingPlan, mesh: Mesh, device: torch.device, *, sequence_parallel: bool) -> str | None:
+    """Return how a part of a decoder computes something else over the ranks of tp than whole; None if it does not.
+
+    The part runs in float64, or in its own dtype if that fails. Every rank of tp must make the call. If one fails, each
+    gets an answer, in words of its own.
+
+    Args:
+        part: the part, which stays as it is.
+        plan: the roles of the decoder's modules.
+        mesh: the axes.
+        device: the device to run on.
+        sequence_parallel: whether the ranks share the tokens between blocks.
+    """
+    assert mesh.tp.group is not None
+    root = _decoder_of({**part.beside, **part.modules})
+    failure = ""
+    for dtype in dict.fromkeys((torch.float64, part.dtype)):
+        group: Any = WatchedGroup(mesh.tp.group)
+        watched = replace(mesh, tp=replace(mesh.tp, group=group))
+        with untouched(root, device), _WithoutDropout(), torch.enable_grad():
+            trial = _Trial(part, root, watched, Values(dtype, device))
+            whole, error = attempt(trial.whole)
+            if not group.agree("run whole", is_well=whole is not None):
+                failure = f"it cannot be run on random values ({_said(error)})"
+                continue
+            assert whole is not None
+            try:
+                found = trial.difference(whole, plan, sequence_parallel=sequence_parallel)
+            except Exception as raised:
+                found = f"cut over tp it raises {_said(raised)}"
+            is_equal = group.agree("compare", is_well=found is None)
+            return None if is_equal else found or "on another rank it differs"
+    return failure
+
+
+@dataclass(frozen=True)
+class _Result:
+    """What one run of a part gives: its output, and the gradients of its input and of its weights."""
+
+    output: Tensor
+    of_input: Tensor | None
+    of_weights: list[Tensor | None]
+
+
+class _Trial:
+    """The runs of a part in one dtype, on parameters and buffers that take the places of the program's."""
+
+    def __init__(self, part: Part, root: nn.Module, mesh: Mesh, values: Values):
+        self.part, self.root, self.mesh, self.values = part, root, mesh, values
+        places: list[tuple[Any, Callable[[Tensor], Tensor]]] = [
+            (module._parameters, values.weight) for module in root.modules()
+        ]
+        places += [(module._buffers, values.buffer) for module in root.modules()]
+        self._owned = [(held, name, x, make) for held, make in places for name, x in held.items() if x is not None]
+
+    def whole(self) -> _Result:
+        """Run the part as it is."""
+        self._renew()
+        return self._passed()
+
+    def difference(self, whole: _Result, plan: ShardingPlan, *, sequence_parallel: bool) -> str | None:
+        """Cut the part, run it over the ranks, and return how the result differs; None if it does not."""
+        self._renew()
+        tp, device = self.mesh.tp, self.values.device
+        structure = describe(self.root, plan, tp=tp.size, sequence_parallel=sequence_parallel, is_part=True)
+        shards = make_shards(self.root, structure.parameters, self.mesh, device, lambda *_: None)
+        attach_shards(self.root, shards)
+        streams = DropoutStreams(mesh=self.mesh, seed=0)
+        install_tensor_parallel(structure, tp, streams=streams, keep_logits_sharded=lambda: False, is_staged=False)
+        cut = self._passed()
+        tolerance = max(_IN_FLOAT32, _ROUNDINGS * torch.finfo(self.values.dtype).eps)
+        if _distance(cut.output, whole.output) > tolerance:
+            return f"its output differs by {_distance(cut.output, whole.output):.0e} of its largest element"
+        if whole.of_input is not None and _distance(cut.of_input, whole.of_input) > tolerance:
+            return "the gradient of its input differs"
+        largest = max((float(x.abs().max()) for x in whole.of_weights if x is not None), default=0.0)
+        for (name, p), own, known in zip(self.root.named_parameters(), cut.of_weights, whole.of_weights, strict=True):
+            own, known = _whole_gradients(p, own, known, tp)
+            if _distance(own, known, least=_ZERO * largest) > tolerance:
+                return f"the gradient of {name} differs"
+        return None
+
+    def _renew(self) -> None:
+        """Give the modules parameters and buffers with the values that they have in each run."""
+        self.values.begin()
+        made: dict[int, Any] = {}
+        for held, name, own, make in self._owned:
+            if id(own) not in made:
+                made[id(own)] = make(own)
+            held[name] = made[id(own)]
+
+    def _passed(self) -> _Result:
+        args, kwargs = self.part.arguments(self.values)
+        inputs = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point()]
+        given = inputs[0].requires_grad_() if inputs else None
+        output: Any = None
+        for module in self.part.modules.values():
+            output = module(*args, **kwargs)
+            output = output[0] if isinstance(output, tuple) else output
+            args, kwargs = (output,), {}
+        output.backward(self.values.normal(output.shape))
+        parameters = list(self.root.parameters())
+        if not output.isfinite().all():
+            raise ValueError("its output is not finite")
+        return _Result(output.detach(), None if given is None else given.grad, [p.grad for p in parameters])
+
+
+def _whole_gradients(p: nn.Parameter, own: Tensor | None, known: Tensor | None, tp: Axis) -> tuple[Tensor, Tensor]:
+    """Return a cut gradient and the part of the whole gradient that it should be, or both whole where ranks add."""
+    layout = layout_of(p)
+    own = torch.zeros_like(p.detach()) if own is None else own
+    known = own.new_zeros(layout.shape) if known is None else known
+    if not layout.has_addends:
+        return own, layout.take(known) if layout.is_sharded else known
+    if not layout.is_sharded:
+        return all_reduce(own.clone(), tp), known
+    places = layout.take(torch.arange(1, known.numel() + 1, device=own.device).view(known.shape)).flatten()
+    total = own.new_zeros(known.numel() + 1).index_add_(0, places, own.flatten())  # padding is at place 0
+    return all_reduce(total, tp)[1:].view(known.shape), known
+
+
+def _distance(own: Tensor | None, known: Tensor, least: float = 0.0) -> float:
+    """Return the largest difference of elements, relative to the largest element; infinite if shapes differ."""
+    if own is None or own.shape != known.shape:
+        return float("inf")
+    if not known.numel():
+        return 0.0
+    largest = max(float(known.abs().max()), least)
+    distance = float((own - known).abs().max())
+    return distance / largest if largest else distance
+
+
+def _decoder_of(modules: dict[str, nn.Module]) -> nn.Module:
+    """Return a module in which each of these has its name."""
+    root = nn.Module()
+    for name, module in modules.items():
+        owner, parts = root, name.split(".")
+        for part in parts[:-1]:
+            if part not in owner._modules:
+                owner.add_module(part, nn.Module())
+            owner = owner._modules[part]  # type: ignore[assignment]
+        owner.add_module(parts[-1], module)
+    return root
+
+
+def _said(error: Exception | None) -> str:
+    return f"{type(error).__name__}: {error}"[:200]
+
+
+class _WithoutDropout(TorchFunctionMode):
+    """Leaves out dropout, whose masks over several ranks are others than on one device by design."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if func is F.scaled_dot_product_attention:
+            args, kwargs = args[:4] + args[5:], {**kwargs, "dropout_p": 0.0}
+        return func(*args, **kwargs)

@@ -1,0 +1,197 @@
+"""Tells what a program brought into a model from the libraries' own classes, by the code that runs and not by names.
+
+The project's tests show that tp computes the libraries' own families as one device does. Nothing shows this of what
+the program brought: a class or a function of its own, one that it put in place of a library's, or a combination that
+no library makes. The rehearsal tries these.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from meshwright.roles.linear_kernel import kernel_of
+
+_LIBRARIES = (
+    "meshwright", "meshwright_hf", "torch", "transformers", "peft", "accelerate", "deepspeed", "bitsandbytes",
+    "torchao",
+)  # fmt: skip
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+# The classes of torch that compute each channel by itself, or whose weights have a role of their own.
+_LEAVES = frozenset(
+    (
+        nn.Linear, nn.Embedding, nn.Conv1d, nn.Dropout, nn.Identity, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.ELU,
+        nn.CELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish, nn.Sigmoid, nn.LogSigmoid, nn.Tanh, nn.Softplus, nn.Softsign,
+        nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.Threshold, nn.Tanhshrink, nn.Softshrink, nn.Hardshrink,
+    )
+)  # fmt: skip
+_OF_EACH_CHANNEL = frozenset(kind.__name__.lower() for kind in _LEAVES)
+_NORMS = (nn.LayerNorm, nn.RMSNorm)
+
+
+class Brought:
+    """Finds the modules that a program brought.
+
+    The answers are kept as long as the object, since a program may replace a class's methods at any time.
+
+    Example:
+        >>> Brought().inside(nn.Sequential(nn.Linear(2, 2), nn.Softmax(-1)))
+        ['1']
+    """
+
+    def __init__(self) -> None:
+        self._roots = {name: root for name in _LIBRARIES if (root := _root(name)) is not None}
+        self._prefixes = tuple(self._roots.values())
+        self._python = os.path.dirname(os.__file__) + os.sep
+        self._stock: dict[type, bool] = {}
+
+    def inside(self, module: nn.Module) -> list[str]:
+        """Return the names of the modules that the program brought, in a module; ``""`` is the module itself."""
+        return [name for name, inner, owner in _with_owners(module) if not self._is_stock(inner, owner)]
+
+    def code_of(self, module: nn.Module) -> types.CodeType | None:
+        """Return the program's code in a module's forward, or the library's if all is a library's."""
+        found = list(codes_of(module.forward))
+        return next((code for code in found if not self._is_of_library(code.co_filename)), next(iter(found), None))
+
+    def is_own(self, function: Callable[..., Any]) -> bool:
+        """Return whether a callable runs code of the program, in itself or in a function that it holds."""
+        return any(not self._is_of_library(code.co_filename) for code in codes_of(function))
+
+    def _is_of_library(self, file: str) -> bool:
+        of_python = file.startswith(self._python) and "-packages" not in file
+        return of_python or file.startswith(self._prefixes)
+
+    def _is_stock(self, module: nn.Module, owner: nn.Module | None) -> bool:
+        kind = type(module)
+        if kind not in self._stock:
+            self._stock[kind] = self._is_stock_class(kind)
+        return self._stock[kind] and self._has_stock_attributes(module) and self._fits(module, owner)
+
+    def _is_stock_class(self, kind: type) -> bool:
+        """Return whether all that a class and its bases do is code of the libraries, which calls only such code."""
+        of_libraries = [base for base in kind.__mro__ if base not in (nn.Module, object)]
+        functions = [x for base in of_libraries for x in vars(base).values() if callable(x) or _is_descriptor(x)]
+        return not any(self.is_own(x) or self._calls_own(x) for x in functions if not isinstance(x, type))
+
+    def _calls_own(self, function: Any) -> bool:
+        """Return whether a function calls one that the program has put into the module of a library."""
+        seen: set[int] = set()
+        queue = [function]
+        while queue:
+            for code, names in _codes_with_globals(queue.pop()):
+                if names is None or id(code) in seen:
+                    continue
+                seen.add(id(code))
+                for called in filter(None, map(names.get, code.co_names)):
+                    if isinstance(called, types.FunctionType):
+                        if self.is_own(called):
+                            return True
+                        if called.__globals__ is names:
+                            queue.append(called)
+                    elif _is_registry(called) and any(map(self.is_own, filter(callable, called.values()))):
+                        return True
+        return False
+
+    def _has_stock_attributes(self, module: nn.Module) -> bool:
+        """Return whether no function is kept in a module that its class did not put there, such as another forward."""
+        own = (x for x in vars(module).values() if callable(x) and not isinstance(x, type | nn.Module))
+        return not any(self.is_own(x) or _mixes_channels(x) for x in own)
+
+    def _fits(self, module: nn.Module, owner: nn.Module | None) -> bool:
+        """Return whether libraries put such a module into one of the owner's class."""
+        kind = type(module)
+        if owner is None or kind in _LEAVES or isinstance(module, _CONTAINERS) or kernel_of(module) is not None:
+            return True
+        if kind in _NORMS:
+            return bool(module._parameters.get("weight") is not None)
+        file = _file_of(kind)
+        if file.startswith(self._roots.get("transformers", "/")):
+            return file in map(_file_of, type(owner).__mro__) or os.path.basename(file) == "activations.py"
+        return not file.startswith(self._roots["torch"]) or "parametrize" in file
+
+
+def codes_of(function: Any) -> Iterator[types.CodeType]:
+    """Yield the code of a callable, and of the functions that it wraps or holds."""
+    return (code for code, _ in _codes_with_globals(function))
+
+
+def _codes_with_globals(function: Any) -> Iterator[tuple[types.CodeType, dict[str, Any] | None]]:
+    queue, seen = [function], set[int]()
+    while queue:
+        x = queue.pop(0)
+        if id(x) in seen:
+            continue
+        seen.add(id(x))
+        if isinstance(x, functools.partial):
+            queue += [x.func, *filter(callable, x.args), *filter(callable, x.keywords.values())]
+        elif isinstance(x, types.MethodType | staticmethod | classmethod):
+            queue.append(x.__func__)
+        elif isinstance(x, property):
+            queue += [one for one in (x.fget, x.fset) if one is not None]
+        elif isinstance(x, types.FunctionType):
+            yield x.__code__, x.__globals__
+            queue += [cell for cell in map(_held, x.__closure__ or ()) if isinstance(cell, _CALLABLES)]
+        elif not isinstance(x, type | nn.Module) and callable(x):
+            queue += [
+                type(x).__call__,
+                *(one for one in getattr(x, "__dict__", {}).values() if isinstance(one, _CALLABLES)),
+            ]
+
+
+_CALLABLES = (types.FunctionType, types.MethodType, functools.partial)
+
+
+def _mixes_channels(function: Any) -> bool:
+    """Return whether a callable is a function of C, such as torch.softmax, that may read all channels."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return isinstance(function, types.BuiltinFunctionType) and function.__name__ not in _OF_EACH_CHANNEL
+
+
+def _held(cell: types.CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not set yet
+        return None
+
+
+def _is_descriptor(x: object) -> bool:
+    return isinstance(x, property | staticmethod | classmethod)
+
+
+def _is_registry(x: object) -> bool:
+    """Return whether a global is a table of functions by name, such as that of attentions."""
+    return isinstance(x, Mapping) and not isinstance(x, dict) and type(x).__name__ != "_LazyModule"
+
+
+def _file_of(kind: type) -> str:
+    module = sys.modules.get(kind.__module__)
+    return getattr(module, "__file__", None) or ""
+
+
+@functools.cache
+def _root(library: str) -> str | None:
+    file = getattr(sys.modules.get(library), "__file__", None)
+    return None if file is None else os.path.dirname(file) + os.sep
+
+
+def _with_owners(module: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module | None]]:
+    """Yield each module once, with its name and the module around it that is no container."""
+    queue: list[tuple[str, nn.Module, nn.Module | None]] = [("", module, None)]
+    seen: set[int] = set()
+    while queue:
+        name, inner, owner = queue.pop(0)
+        if id(inner) in seen:
+            continue
+        seen.add(id(inner))
+        yield name, inner, owner
+        around = owner if isinstance(inner, _CONTAINERS) else inner
+        queue += [(f"{name}.{n}".lstrip("."), m, around) for n, m in inner._modules.items() if m is not None]
