@@ -43,5 +43,5 @@ def write_whole(path: str | os.PathLike[str], content: str, *, option: str) -> N
     except OSError as error:
         kept = "; the file that was there is whole" if place.is_file() else ""
         raise PlanError(
-            f"{option} {path} cannot be written ({error.strerror}){kept}. Name another file, or free space there"
+            f"{option} {path} cannot be written ({error.strerror or error}){kept}. Name another file, or free space"
         ) from None

@@ -157,7 +157,7 @@ def test_the_time_of_a_log_is_linear(tmp_path: Path) -> None:
     line = '{"kind": "step", "step": 2, "loss": [' + "1," * 50_000 + "1]}\n"
     start = time.process_time()
     for _ in range(20):
-        RunRecords().add(json.loads(line))
+        RunRecords().add("step", json.loads(line))
     assert time.process_time() - start < 5
 
 

@@ -332,6 +332,6 @@ def test_a_failed_write_leaves_the_older_page(tmp_path: Path, monkeypatch: pytes
         raise OSError("disk full")
 
     monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(PlanError, match="disk full"):
         write_page(answer(find(SMALL, 1, 3, seq=1024)), target)
     assert target.read_text() == "an older page" and len(list(tmp_path.iterdir())) == 1

@@ -10,7 +10,7 @@ from typing import Any
 
 from meshwright.checkpoint.files.reading import first_of, json_object
 from meshwright.errors import PlanError
-from meshwright.monitor.records import NoRecordsError, RunRecords, finite_number
+from meshwright.monitor.records import NoRecordsError, RunRecords, finite_number, number
 from meshwright.outside_files import parse_json, read_outside
 
 STATE = "trainer_state.json"
@@ -43,21 +43,21 @@ def read_trainer_state(path: Path) -> RunRecords:
             f"{path} is not the state of a Trainer ({error}); name a folder that the Trainer saved"
         ) from None
     found = RunRecords()
-    for entry in history:
-        if type(step := entry.get("step")) is int:
-            _add(found, step, entry)
-    _check(found, path)
     config, progress = json_object(path.with_name("config.json")), json_object(path.with_name(_PROGRESS))
     found.add(
+        "run",
         {
-            "kind": "run",
             "first_step": 0,
             "model": first_of(config, "architectures") or "a Trainer's run",
             "plan": progress.get("plan"),
             "max_steps": state.get("max_steps"),
             "settings": {name: state[name] for name in _SETTINGS if state.get(name)},
-        }
+        },
     )
+    for entry in history:
+        if type(step := entry.get("step")) is int:
+            _add(found, step, entry)
+    _check(found, path)
     return found
 
 
@@ -82,10 +82,10 @@ def read_events(folder: Path) -> RunRecords:
             entry = entries.setdefault(event.step, {})
             entry[name], entry["time"] = event.value, event.wall_time
     found = RunRecords()
+    found.add("run", {"first_step": 0, "model": folder.name, "plan": None})
     for step in sorted(entries):
         _add(found, step, entries[step])
     _check(found, folder)
-    found.add({"kind": "run", "first_step": 0, "model": folder.name, "plan": None})
     return found
 
 
@@ -95,16 +95,17 @@ def _add(found: RunRecords, step: int, entry: Mapping[str, Any]) -> None:
     values: dict[str, Any] = {name: x for name, x in known.items() if isinstance(x, int | float | str)}
     time = values.pop("time", None)
     if "loss" in values:
-        line: dict[str, Any] = {ours: values.pop(theirs) for theirs, ours in _NAMES.items() if theirs in values}
+        known = {ours: values.pop(theirs) for theirs, ours in _NAMES.items() if theirs in values}
+        line: dict[str, Any] = {name: x for name, x in known.items() if number(x) is not None}
         fullest, peak = finite_number(values.pop(_FULLEST, 0)), finite_number(values.pop(_PEAK, None))
         if fullest is not None and peak is not None:
             line["peak"] = {str(int(fullest)): peak * 2**30}
         slowest, behind = finite_number(values.pop(_SLOWEST, None)), finite_number(values.pop(_BEHIND, 0.0))
         if slowest is not None and behind is not None:
             line |= {"slowest": int(slowest), "behind": behind / 1e3}
-        found.add({"kind": "step", "step": step, "time": time, **line})
+        found.add("step", {"step": step, "time": time, **line})
     if values:
-        found.add({"kind": "values", "step": step, "values": values, "time": time})
+        found.add("values", {"step": step, "values": values, "time": time})
 
 
 def _check(found: RunRecords, path: Path) -> None:

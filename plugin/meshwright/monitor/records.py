@@ -103,9 +103,8 @@ class RunRecords:
     faults: list[dict[str, Any]] = field(default_factory=list)
     torn: int = 0
 
-    def add(self, record: Any) -> None:
-        """Add a record of any kind; one that is malformed only counts as torn."""
-        kind = record.get("kind") if isinstance(record, dict) else None
+    def add(self, kind: object, record: Any) -> None:
+        """Add a record; one that is malformed or of no known kind only counts as torn."""
         if not isinstance(kind, str) or kind not in KINDS or problem_of(record, _FORMS[kind]) is not None:
             self.torn += 1
             return
@@ -142,7 +141,7 @@ def _is_plan(value: Any) -> bool:
 _NUMBER = that("a number", lambda value: _is_number(value) and (isinstance(value, str) or not abs(value) > _LARGEST))
 _OF_EXPERTS = table(_NUMBER)
 _ESTIMATE: dict[str, Check] = {
-    "estimated_seconds": _FIGURE, "band": _FIGURE, "estimated_memory": listed(table(_FIGURE)), "time": _FIGURE,
+    "estimated_seconds": _NUMBER, "band": _NUMBER, "estimated_memory": listed(table(_FIGURE)), "time": _FIGURE,
 }  # fmt: skip
 _NEEDED = {"run": "first_step", "step": "step", "values": "step"}
 _FIELDS: dict[str, dict[str, Check]] = {
@@ -225,7 +224,8 @@ def read_records(run: str | os.PathLike[str]) -> RunRecords:
     found = RunRecords()
     for line in filter(bytes.strip, lines):
         try:
-            found.add(parse_json(bytearray(line)))
+            record = parse_json(bytearray(line))
+            found.add(record.get("kind") if isinstance(record, dict) else None, record)
         except OddFileError:
             found.torn += 1
     if not found.runs and not found.steps:
