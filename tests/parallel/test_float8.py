@@ -261,19 +261,19 @@ def train_fake_quantised(plan: Plan) -> tuple[list[float], dict[str, torch.Tenso
     """Train with torchao's fake quantisation of weights, in groups, and of activations, by token."""
     from torchao.quantization.qat import FakeQuantizedLinear, IntxFakeQuantizeConfig
 
-    model: Any = build("llama").double()
+    model: Any = build("llama")
     by_token = IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False)
     by_group = IntxFakeQuantizeConfig(torch.int4, group_size=16)
     for layer in model.model.layers:
         layer.mlp.up_proj = FakeQuantizedLinear.from_linear(layer.mlp.up_proj, by_token, by_group)
-    return train(model, plan, batches(2), torch.optim.SGD(model.parameters(), lr=0.1))
+    return train(model, plan, batches(1), torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 def test_fake_quantisation_is_that_of_one_device_where_nothing_is_cut(pool2: Any) -> None:
     losses, weights = train_fake_quantised(None)
     got = pool2.run(train_fake_quantised, {"dp": 2, "zero_stage": 1})[0]
-    # float64, but for the scales of activations in float32, which are those of each token by itself.
-    assert got[0] == pytest.approx(losses, rel=1e-12) and worst(got[1], weights) < 1e-10
+    # float32, in which sums have another order. A scale of several tokens would differ by 1e-2.
+    assert got[0] == pytest.approx(losses, rel=1e-6) and worst(got[1], weights) < 1e-5
     for message in pool2.run_expecting_error(train_fake_quantised, {"tp": 2}):
         assert "up_proj computes as torchao" in message[1]
 
