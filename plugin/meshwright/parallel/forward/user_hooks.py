@@ -143,7 +143,9 @@ class HookedModules:
 
 def _watch(hooked: HookedModules, name: str, module: nn.Module, args: object, output: object) -> object:
     if not hooked.is_staged:
-        return hooked.take_output(name, output) if hooked.is_split else None
+        if hooked.is_split:
+            hooked.take_output(name, output)
+        return None
     return tree_map_only(Tensor, lambda x: _Watched.apply(x, hooked, name) if x.requires_grad else x, output)
 
 
