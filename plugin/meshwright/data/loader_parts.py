@@ -6,7 +6,6 @@ state. accelerate's function ``skip_first_batches`` builds one, as do wrappers o
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch.distributed as dist
@@ -30,14 +29,13 @@ def part_of(loader: object, name: str) -> Any:
     if not (is_read_in_order and dist.is_initialized() and dist.get_world_size() > 1):
         return value
     try:
-        part = object.__new__(_not_iterated(type(value)))
+        part: Any = object.__new__(_not_iterated(type(value)))
         part.__dict__ = value.__dict__
     except (TypeError, AttributeError):  # None, a list of indices, or another class without attributes
         return value
     return part
 
 
-@functools.cache
 def _not_iterated(kind: type) -> type:
     """Return a subclass of a class whose objects raise where they are iterated."""
 

@@ -99,7 +99,7 @@ def make_reader(
     )
 
 
-def _tell_of_lanes(dataset: object, ranks: int) -> None:
+def _tell_of_lanes(dataset: Any, ranks: int) -> None:
     """Log what reading in the order of one device costs, if the dataset's shards could be spread over the ranks."""
     if not has_shards(dataset):
         return

@@ -155,8 +155,9 @@ class StreamReader(Reader):
 
 def has_lanes(loader: object) -> TypeGuard[DataLoader[Any]]:
     """Return whether a loader's dataset has several shards, and rows that do not depend on other shards."""
-    is_batched = is_stock(loader) and bool(loader.batch_size)
-    return is_batched and has_shards(loader.dataset) and stage_over_shards(loader.dataset) is None  # type: ignore[union-attr]
+    if not is_stock(loader) or not loader.batch_size:
+        return False
+    return has_shards(loader.dataset) and stage_over_shards(loader.dataset) is None
 
 
 def has_shards(dataset: Any) -> bool:
