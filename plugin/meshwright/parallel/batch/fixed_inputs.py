@@ -64,7 +64,7 @@ class FixedInputs:
             if any(start is not None and not _is_same(_start(x), start) for x, start in others):
                 told = {name for name in same if self._is_shown(name, found[name], before[name][0])}
                 for name in told:
-                    self._warn(name, schema.rows)
+                    self._tell(name, schema.rows)
                 self._before = {name: (found[name], before[name][1]) for name in same - told}
         self._left = self._left if self._before else 0
 
@@ -74,7 +74,7 @@ class FixedInputs:
         self._evidence[name] = self._evidence.get(name, 0.0) + len(x) * math.log(distinct)
         return (x is before and distinct > 1) or self._evidence[name] > _ENOUGH
 
-    def _warn(self, name: str, rows: int) -> None:
+    def _tell(self, name: str, rows: int) -> None:
         if is_first_rank():
             logger.warning(
                 "%s has %d entries, as many as the batch has rows, and the same values in each batch, though other "

@@ -423,7 +423,7 @@ def describe(source: Any, *, name: str | None = None, architecture: str | None =
     if isinstance(config.get("text_config"), Mapping):
         config = {**config["text_config"], "tie_word_embeddings": config.get("tie_word_embeddings", False)}
     family = str(config.get("model_type", ""))
-    if why := _why_unknown(family, config):
+    if why := _unknown_sizes(family, config):
         raise PlanError(
             f"{name}: the planner does not know the sizes of {family}: {why}. Pass a plan: "
             "ToDistributedConfig(plan=ParallelPlan(...))"
@@ -465,7 +465,7 @@ def _classes(architecture: str, config: Mapping[str, Any]) -> int | None:
     return int(config.get("num_labels") or len(config.get("id2label") or ()) or 2)
 
 
-def _why_unknown(family: str, config: Mapping[str, Any]) -> str | None:
+def _unknown_sizes(family: str, config: Mapping[str, Any]) -> str | None:
     """Return why a model's sizes do not follow from the usual fields of its config; None if they may."""
     if (rank := config.get("kv_lora_rank")) is not None:
         return f"it uses latent attention (kv_lora_rank={rank})"
