@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from meshwright.errors import UnreadableTensorError
 from meshwright.layout.tensor_layout import layout_if_any
@@ -97,7 +98,8 @@ class StandIn(Tensor):
 @functools.lru_cache(maxsize=4096)
 def _like(shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """Return a tensor without memory that answers questions about its shape."""
-    return torch.empty(shape, dtype=dtype, device="meta")
+    with _disable_current_modes():  # a fake tensor would be kept after its mode has ended
+        return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def become(tensor: object, kind: type) -> None:
