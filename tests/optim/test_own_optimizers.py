@@ -130,9 +130,9 @@ def refusals(plan: str) -> list[str]:
     """The errors of optimizers and hooks that read several parameters."""
     found = []
 
-    def refused(make: Make, **given: Any) -> None:
+    def refused(make: Make) -> None:
         with pytest.raises(mw.OptimizerMismatchError) as error:
-            train(make, plan, **given)
+            train(make, plan)
         found.append(str(error.value))
 
     def clipped(model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -161,17 +161,23 @@ def refusals(plan: str) -> list[str]:
         optimizer.step = lambda *_: (centre(optimizer), step())  # type: ignore[assignment,method-assign,return-value]
         return optimizer
 
-    for make in (clipped, by_place, replaced):
+    def drawing(model: torch.nn.Module) -> torch.optim.Optimizer:
+        optimizer = plain(model)
+        optimizer.register_step_pre_hook(lambda *_: torch.rand(1) and None)
+        return optimizer
+
+    for make in (clipped, by_place, replaced, drawing):
         refused(make)
     return found
 
 
 @pytest.mark.parametrize("plan", ["dp2 zero1", "tp2+sp"])
 def test_what_reads_several_parameters_is_refused(plan: str, pool2: Any) -> None:
-    for clipped, by_place, replaced in pool2.run(refusals, plan):
+    for clipped, by_place, replaced, drawing in pool2.run(refusals, plan):
         assert "TrustRatio made of" in clipped and "stepped it beside other parameters" in clipped
         assert "ByPlace can be stepped neither" in by_place and "changes with the other parameters" in by_place
         assert "SGD.step is" in replaced and "register_step_pre_hook" in replaced
+        assert "SGD drew random numbers in its step" in drawing
 
 
 def test_only_what_a_library_brings_is_known() -> None:

@@ -21,17 +21,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from meshwright.errors import OptimizerMismatchError
-from meshwright.faults.memory_digest import memory_digest
 from meshwright.layout.blocks import StridedBlock, numel
 from meshwright.layout.row_layout import RowLayout
 from meshwright.layout.tensor_layout import TensorLayout, layout_of
 from meshwright.mesh.axes import Axis, Mesh
 from meshwright.optim.chained import groups_of, members, stepping
+from meshwright.optim.compared_steps import ComparedSteps
 from meshwright.optim.gradients import Gradients
 from meshwright.optim.overrides import follow_overrides
 from meshwright.optim.owners import owners_of
-from meshwright.parallel.collectives import all_gather, start_all_to_all_uneven
+from meshwright.parallel.collectives import start_all_to_all_uneven
 from meshwright.parallel.gradients.buckets import flat_dtype
 from meshwright.parallel.shards.lent_parameter import LentParameter, OwnedParameter
 from meshwright.parallel.shards.reads import reading_shards
@@ -91,7 +90,7 @@ class WholeSteps:
         self._parts: list[list[nn.Parameter]] = []  # what each group has outside of this window
         self._moves: dict[tuple[int, ...], list[_Move]] = {}
         self._lent: list[LentParameter] = []
-        self._random: list[Tensor] = []  # the random states at the begin of a step
+        self._compared = ComparedSteps(self._device)
         self._owned: list[OwnedParameter] = []
 
     def hook_end(self) -> None:
@@ -172,7 +171,7 @@ class WholeSteps:
         for owned in self._owned:
             if owned.whole in state:
                 state[owned.stepped] = state.pop(owned.whole)
-        self._random = _random_states(self._device)
+        self._compared.begin()
 
     def close(self) -> None:
         """Give every rank its parts of what the owners have made of the parameters.
@@ -203,41 +202,14 @@ class WholeSteps:
         self._parts, self._owned, self._lent = [], [], []
 
     def _compare(self) -> None:
-        """Compare what ranks have made of the parameters that all ranks of a stage step.
-
-        They have them beside different parameters, so that the results differ if an update, or a hook, reads others.
-        """
-        if self._mesh.size == 1:
-            return
         trained = {id(p) for p in self._gradients.parameters}
         several = {key for key, owners in self._owners.items() if len(owners) > 1 and key in trained}
         shared = [next((p for p in group if id(p) in several), None) for group in self._of_group]
-        wholes = [None if p is None else self._wholes[id(p)] for p in shared]
-        nothing = torch.zeros((), dtype=torch.int64, device=self._device)
-        own = [nothing if x is None else memory_digest(x.detach()).to(self._device) for x in wholes]
-        has_drawn = not all(map(torch.equal, self._random, _random_states(self._device)))
-        *rows, draws = all_gather(torch.stack([*own, nothing + has_drawn]).view(1, -1), self._world).T.tolist()
-        if any(draws):
-            self._raise_unequal(f"drew random numbers in its step on rank {draws.index(1)}")
-        for rank in self._ranks:
-            first = next(r for r, place in enumerate(self._mesh.places) if place["pp"] == self._mesh.places[rank]["pp"])
-            if (
-                index := next((i for i, of_rank in enumerate(rows) if of_rank[rank] != of_rank[first]), None)
-            ) is not None:
-                what = "a parameter" if (parameter := shared[index]) is None else layout_of(parameter).name
-                self._raise_unequal(
-                    f"made of {what}, of its group {self._groups[index]}, other values on rank {first} than on rank "
-                    f"{rank}, which stepped it beside other parameters"
-                )
-
-    def _raise_unequal(self, what: str) -> None:
-        raise OptimizerMismatchError(
-            f"{' and '.join(type(each).__name__ for each in members(self._optimizer))} {what}. So the step, or a hook "
-            "of it, does not update each parameter from that parameter alone, and each rank has some of the parameters "
-            "whole. Clip gradients by mw.clip_grad_norm_(model, 1.0) in place of a hook; use a plan that leaves "
-            "weights and state whole (tp=1, pp=1, zero_stage=0); or, if each element is updated from that element "
-            "alone, pass ToDistributedConfig(optimizer_reads='element')"
-        )
+        results = [
+            (index, None if p is None else layout_of(p).name, None if p is None else self._wholes[id(p)].detach())
+            for index, p in zip(self._groups, shared, strict=True)
+        ]
+        self._compared.compare(self._optimizer, results, self._mesh, self._world)
 
     def _gather(self) -> None:
         """Fill the parameters that this rank owns, and their gradients."""
@@ -408,8 +380,3 @@ def _as_state(value: object, whole: nn.Parameter) -> object:
     if not value.ndim:
         return value.cpu() if whole.is_cpu else value
     return value.to(whole.device, whole.dtype if value.is_floating_point() else value.dtype)
-
-
-def _random_states(device: torch.device) -> list[Tensor]:
-    """Return the states from which an optimizer on a device may draw."""
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
