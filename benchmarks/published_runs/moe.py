@@ -9,7 +9,8 @@ from typing import Any
 
 from meshwright.errors import PlanError
 from meshwright.planner.job.experts import ExpertShape
-from meshwright.planner.job.shapes import LayerShape, ModelShape
+from meshwright.planner.job.layer_shape import LayerShape
+from meshwright.planner.job.shapes import ModelShape
 
 # What a row states of experts: in a column of one of these names, or as "name=number" in the notes.
 _NAMES: Mapping[str, tuple[str, ...]] = {

@@ -49,7 +49,8 @@ if TYPE_CHECKING:
     from meshwright.optim.runtime import no_sync, plan_of
     from meshwright.parallel.experts.token_dispatchers import TokenDispatcher, register_dispatcher
     from meshwright.placement import Partial, Replicate, Shard, reshard, shard_tensor
-    from meshwright.plan.config import LoaderOptions, ParallelPlan, ToDistributedConfig
+    from meshwright.plan.config import ParallelPlan, ToDistributedConfig
+    from meshwright.plan.loader_options import LoaderOptions
     from meshwright.roles import Role, ShardingPlan, decoder_roles, infer_plan, register_plan
     from meshwright.verification.verify import verify
 
@@ -64,7 +65,8 @@ _HOMES = {
     "checkpoint.one_device.load_optimizer": ("load_optimizer",),
     "checkpoint.format.save_checkpoint": ("save_checkpoint",),
     "checkpoint.one_device.save_weights": ("save_weights",),
-    "plan.config": ("LoaderOptions", "ParallelPlan", "ToDistributedConfig"),
+    "plan.config": ("ParallelPlan", "ToDistributedConfig"),
+    "plan.loader_options": ("LoaderOptions",),
     "construct.deferred_init": ("deferred_init",),
     "data.shard_dataloader": ("shard_dataloader",),
     "data_parallel": ("DataParallel", "fused_allreduce_gradients"),

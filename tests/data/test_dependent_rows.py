@@ -21,7 +21,7 @@ from meshwright.data.nested import leaves
 from meshwright.data.peers import Peers
 from meshwright.data.readers.choose import make_reader
 from meshwright.mesh.axes import Axis
-from meshwright.plan.config import LoaderOptions
+from meshwright.plan.loader_options import LoaderOptions
 from support.logs import logged
 from support.models import build, tokens
 

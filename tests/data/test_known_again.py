@@ -20,7 +20,7 @@ from meshwright.data.loader import DistributedLoader, made_together
 from meshwright.data.nested import digest
 from meshwright.data.peers import LoaderMesh, Peers
 from meshwright.mesh.axes import Axis
-from meshwright.plan.config import LoaderOptions
+from meshwright.plan.loader_options import LoaderOptions
 from support.loading import as_list, ranks_of
 from support.logs import logged
 

@@ -19,7 +19,8 @@ from meshwright.planner.answers.own_plan import check_plan, weigh
 from meshwright.planner.answers.own_text import own_text
 from meshwright.planner.job.candidate import Candidate, Job
 from meshwright.planner.job.experts import ExpertShape
-from meshwright.planner.job.shapes import LayerShape, ModelShape, describe, stated_experts
+from meshwright.planner.job.layer_shape import LayerShape
+from meshwright.planner.job.shapes import ModelShape, describe, stated_experts
 from meshwright.planner.machine.hardware import Cluster, Coefficients, device
 from meshwright.planner.memory.activations import saved_activations
 from meshwright.planner.memory.bucket_sizes import parameters

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 from meshwright.data.loader import DistributedLoader
 from meshwright.data.peers import LoaderMesh, Peers
 from meshwright.mesh.axes import Axis
-from meshwright.plan.config import LoaderOptions
+from meshwright.plan.loader_options import LoaderOptions
 
 
 class Numbers(Dataset[int]):

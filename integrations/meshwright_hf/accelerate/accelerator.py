@@ -25,7 +25,8 @@ from meshwright.monitor.monitor import monitor_of
 from meshwright.optim.runtime import find_runtime, runtime_of
 from meshwright.parallel.collectives import all_reduce, maximum
 from meshwright.parallel.method_chain import ChainStep, StepOrder, find_step, remove_step
-from meshwright.plan.config import LoaderOptions, ParallelPlan
+from meshwright.plan.config import ParallelPlan
+from meshwright.plan.loader_options import LoaderOptions
 from meshwright.temporarily import temporarily
 from meshwright_hf.accelerate import state
 from meshwright_hf.accelerate.checks import check_num_processes

@@ -21,7 +21,7 @@ from meshwright.mesh.axes import Axis
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel.batch.items import BatchFormat
 from meshwright.parallel.batch.share import BatchShare, yield_next
-from meshwright.plan.config import LoaderOptions
+from meshwright.plan.loader_options import LoaderOptions
 from meshwright_hf.batches import batch_size_of, global_batches, one_ahead, order_by_seed_and_epoch, seed_workers_alike
 from meshwright_hf.gathering import gather_tensors, gather_values, has_only_tensors
 

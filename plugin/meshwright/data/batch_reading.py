@@ -15,7 +15,7 @@ from meshwright.data.global_batches import Share
 from meshwright.data.one_length import only_stacks
 from meshwright.data.random_states import RandomStates, seed_all
 from meshwright.mesh.axes import Axis
-from meshwright.plan.config import DrawsOf
+from meshwright.plan.loader_options import DrawsOf
 
 
 class Way(Enum):

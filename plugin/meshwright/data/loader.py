@@ -37,7 +37,7 @@ from meshwright.faults.same_call import Claim, agreed
 from meshwright.parallel.batch.items import BatchFormat
 from meshwright.parallel.batch.mean_over_ranks import TARGETS, without_targets
 from meshwright.parallel.batch.share import BatchShare, yield_next
-from meshwright.plan.config import LoaderOptions
+from meshwright.plan.loader_options import LoaderOptions
 from meshwright.schema import require, shown
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,8 @@ from typing import Literal
 
 from meshwright.plan.context_methods import can_exchange, group_sizes, local_tokens
 from meshwright.planner.job.candidate import Candidate, Job
-from meshwright.planner.job.shapes import LayerShape, ModelShape
+from meshwright.planner.job.layer_shape import LayerShape
+from meshwright.planner.job.shapes import ModelShape
 
 Kind = Literal["all-gather", "reduce-scatter", "all-to-all", "send"]
 # Bytes moved through memory for each visible score of 16-bit queries and keys in a ring whose blocks are computed by

@@ -18,7 +18,7 @@ from meshwright.data.readers.whole_stream import WholeReader, is_stock
 from meshwright.data.sampler_order import split_by
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.batch.items import BatchFormat
-from meshwright.plan.config import LoaderOptions
+from meshwright.plan.loader_options import LoaderOptions
 
 logger = logging.getLogger(__name__)
 

@@ -33,7 +33,7 @@ from meshwright.data.sampler_order import Batches, Sampling
 from meshwright.data.shuffling import Draws
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.batch.items import BatchFormat
-from meshwright.plan.config import DrawsOf
+from meshwright.plan.loader_options import DrawsOf
 from meshwright.schema import LARGEST_COUNT, integer, maybe
 
 logger = logging.getLogger(__name__)

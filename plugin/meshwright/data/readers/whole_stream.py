@@ -38,7 +38,7 @@ from meshwright.mesh.axes import Axis
 from meshwright.parallel.batch.fixed_inputs import FixedInputs
 from meshwright.parallel.batch.items import BatchFormat
 from meshwright.parallel.batch.schema import BatchSchema
-from meshwright.plan.config import DrawsOf
+from meshwright.plan.loader_options import DrawsOf
 from meshwright.schema import integer, maybe
 from meshwright.temporarily import temporarily
 

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 from meshwright.errors import PlanError
-
-if TYPE_CHECKING:
-    from meshwright.planner.job.shapes import LayerShape
+from meshwright.planner.job.layer_shape import LayerShape
 
 Quantised = Literal["nf4", "int8"]
 
@@ -110,7 +108,7 @@ class Lora:
         """Return the elements of the adapters of one layer on one of ``tp`` ranks.
 
         Example:
-            >>> from meshwright.planner.job.shapes import LayerShape
+            >>> from meshwright.planner.job.layer_shape import LayerShape
             >>> layer = LayerShape(count=1, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=128)
             >>> Lora(rank=8).elements(layer)
             8192.0

@@ -13,8 +13,9 @@ from meshwright.plan.context_methods import group_sizes, local_tokens
 from meshwright.planner.context_cost import exchanged_keys, runs_flash, shares_keys
 from meshwright.planner.job.adapters import ADAPTER_BYTES, Lora, saved_by_adapters
 from meshwright.planner.job.candidate import Candidate, Logits
+from meshwright.planner.job.layer_shape import LayerShape
 from meshwright.planner.job.measured import RankShare, TowerShape
-from meshwright.planner.job.shapes import LayerShape, ModelShape
+from meshwright.planner.job.shapes import ModelShape
 from meshwright.planner.memory.head_memory import saved_by_head
 
 _ROUTED = 8  # bytes that the router keeps for each token and expert: scores in 32 bits, and their softmax

@@ -9,7 +9,8 @@ from functools import lru_cache
 from meshwright.plan.flat_offsets import BUCKET_MB
 from meshwright.planner.job.adapters import Lora, projections
 from meshwright.planner.job.candidate import Candidate
-from meshwright.planner.job.shapes import LayerShape, ModelShape
+from meshwright.planner.job.layer_shape import LayerShape
+from meshwright.planner.job.shapes import ModelShape
 
 BUCKET_BYTES = int(BUCKET_MB * 2**20)
 TOWER = -2  # the layer of parameters of towers

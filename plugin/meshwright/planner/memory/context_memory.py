@@ -5,7 +5,8 @@ from __future__ import annotations
 from meshwright.plan.context_methods import BLOCK, group_sizes, local_tokens
 from meshwright.planner.context_cost import exchanged_keys, runs_flash, shares_keys
 from meshwright.planner.job.candidate import Candidate
-from meshwright.planner.job.shapes import LayerShape, ModelShape
+from meshwright.planner.job.layer_shape import LayerShape
+from meshwright.planner.job.shapes import ModelShape
 
 # Bytes of all tensors of the size of a block's scores that are alive at the same time, the last block's included.
 _SCORES_FORWARD = {2: 14, 4: 16}

@@ -9,7 +9,8 @@ from meshwright.plan.context_methods import local_tokens
 from meshwright.plan.flat_offsets import IN_FLIGHT
 from meshwright.plan.schedule import most_held, rank_of_stage, stages_of_rank
 from meshwright.planner.job.candidate import Candidate, Job, count_recomputed, rank_runs, stage_runs
-from meshwright.planner.job.shapes import LayerShape, ModelShape
+from meshwright.planner.job.layer_shape import LayerShape
+from meshwright.planner.job.shapes import ModelShape
 from meshwright.planner.memory.activations import Saved, saved_activations
 from meshwright.planner.memory.bucket_sizes import BUCKET_BYTES
 from meshwright.planner.memory.context_memory import attention_memory, embedding_memory

@@ -10,7 +10,8 @@ from meshwright.planner.context_cost import ContextExchange, attends_twice, bloc
 from meshwright.planner.job.adapters import ADAPTED_LAUNCHES, ADAPTER_BYTES, projections
 from meshwright.planner.job.candidate import Candidate, Job, Precision
 from meshwright.planner.job.experts import ROUTED_LAUNCHES, ExpertShape
-from meshwright.planner.job.shapes import LayerShape, ModelShape
+from meshwright.planner.job.layer_shape import LayerShape
+from meshwright.planner.job.shapes import ModelShape
 from meshwright.planner.machine.devices import matmul_peak
 from meshwright.planner.machine.hardware import Cluster, Coefficients
 from meshwright.planner.time.breakdown import Work, mean_work

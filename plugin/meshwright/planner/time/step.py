@@ -11,8 +11,9 @@ from meshwright.plan.partition import balanced_stages
 from meshwright.plan.schedule import rank_of_stage, stages_of_rank
 from meshwright.planner.job.adapters import ADAPTER_BYTES, projections
 from meshwright.planner.job.candidate import Candidate, Job, rank_runs, recomputed_share, stage_runs
+from meshwright.planner.job.layer_shape import LayerShape
 from meshwright.planner.job.optimizers import orthogonalised
-from meshwright.planner.job.shapes import LayerShape, ModelShape
+from meshwright.planner.job.shapes import ModelShape
 from meshwright.planner.memory.held_states import exchanged
 from meshwright.planner.time.breakdown import Overlap, StepTime
 from meshwright.planner.time.layer import REMOTE, LayerModel
