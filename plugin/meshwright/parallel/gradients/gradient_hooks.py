@@ -92,6 +92,7 @@ class GradientHooks:
 
     Attributes:
         is_running: whether the program's hooks are being called.
+        hooked: the parameters that have hooks of the program, by their ``id``.
     """
 
     def __init__(self, mesh: Mesh, parameters: Iterable[nn.Parameter]):
@@ -100,7 +101,7 @@ class GradientHooks:
         self._order = {id(parameter): place for place, parameter in enumerate(parameters)}
         self._is_off = False
         self._managed: dict[int, _Managed] = {}
-        self._hooked: dict[int, _Managed] = {}
+        self.hooked: dict[int, _Managed] = {}
         self._end: weakref.ref[Callable[[], None]] | None = None  # None between passes
         self._of_pass: list[_Managed] = []
         self._positions: dict[int, int] = {}
@@ -158,7 +159,7 @@ class GradientHooks:
         self._hook(managed)
 
     def _hook(self, managed: _Managed) -> None:
-        self._hooked[id(managed.parameter)] = managed
+        self.hooked[id(managed.parameter)] = managed
         managed.arriving.turn_on()
         managed.accumulated.turn_on()
 
@@ -166,17 +167,17 @@ class GradientHooks:
         """Called when the program has removed a hook."""
         managed = self._managed[id(parameter)]
         if not (managed.arriving or managed.accumulated):
-            self._hooked.pop(id(parameter), None)
+            self.hooked.pop(id(parameter), None)
 
     @property
     def count(self) -> int:
         """The number of the program's hooks."""
-        return sum(len(one.arriving) + len(one.accumulated) for one in self._hooked.values())
+        return sum(len(one.arriving) + len(one.accumulated) for one in self.hooked.values())
 
     @property
     def are_any(self) -> bool:
         """Whether hooks are to run at the end of a pass."""
-        return bool(self._hooked) and not self._is_off
+        return bool(self.hooked) and not self._is_off
 
     def off(self) -> contextlib.AbstractContextManager[None]:
         """Run no hooks for passes in this context, whose gradients are parts of a later pass's."""
@@ -196,7 +197,7 @@ class GradientHooks:
 
         self._end = weakref.ref(end)  # only autograd keeps it, so a pass that raises drops it
         torch.autograd.Variable._execution_engine.queue_callback(end)
-        hooked = [one for one in self._hooked.values() if one.arriving or one.accumulated]
+        hooked = [one for one in self.hooked.values() if one.arriving or one.accumulated]
         self._of_pass = sorted(hooked, key=lambda one: self._order[id(one.parameter)])
         self._positions = {}
         for reduced in dict.fromkeys(one.reduced for one in self._of_pass):

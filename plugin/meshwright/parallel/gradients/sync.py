@@ -151,7 +151,7 @@ class GradientSync:
         if self._paused or self.hooks.is_running:
             return None
         self._check_pass(parameter)
-        if self.hooks.are_any:
+        if self.hooks.hooked:
             self.begin()
         self.reduction.prepare(parameter)
         factor = self._copies.get(id(parameter), None if self._scale == 1.0 else self._scale)
@@ -187,7 +187,8 @@ class GradientSync:
         """
         for sync in self._peers:
             sync._begin()
-        self.hooks.begin()
+        if self.hooks.hooked:
+            self.hooks.begin()
 
     def _begin(self) -> None:
         if self._end_of_pass is not None and self._end_of_pass() is not None:
@@ -209,7 +210,7 @@ class GradientSync:
         if self.hooks.is_running:
             return
         self.begin()
-        if self.hooks.are_any:
+        if self.hooks.hooked and self.hooks.are_any:
             self.hooks.accumulated(parameter)
         index = self._bucket_of.get(id(parameter))
         if index is None:  # there is nothing to reduce
@@ -225,13 +226,9 @@ class GradientSync:
         self._missing[index].discard(id(parameter))
         # Another nested pass may add to this gradient again, so buckets are reduced only at the end.
         self._is_nested |= torch._C._current_graph_task_id() != self._task
-        if self._reduces and not self._is_nested and self is self._peers[0]:
+        is_synced = self._enabled or self.hooks.are_any
+        if is_synced and not self._is_nested and self is self._peers[0]:
             self._start_complete()
-
-    @property
-    def _reduces(self) -> bool:
-        """Whether the running pass synchronises."""
-        return self._enabled or self.hooks.are_any
 
     def _start_complete(self) -> None:
         # In order, so that every rank starts the same collectives in the same order.
@@ -264,7 +261,7 @@ class GradientSync:
             return
         self._unused = None
         with reading_shards():
-            if not self._reduces:
+            if not (self._enabled or self.hooks.are_any):
                 for bucket in self.buckets:
                     self.reduction.hold(bucket)
                 return
