@@ -28,11 +28,14 @@ def waits_for_ranks(function: _Function) -> _Function:
 
 def place() -> str:
     """Return the line of the program at which the main thread is; the innermost line if all are a library's."""
-    frame = innermost = _frame()
-    while frame is not None and frame.f_code.co_filename.startswith((*_LIBRARIES, _PACKAGE, "<")):
-        frame = frame.f_back
-    found = frame or innermost
-    return "" if found is None else f"{found.f_code.co_filename}:{found.f_lineno} in {found.f_code.co_name}"
+    frame = innermost = found = _frame()
+    try:
+        while frame is not None and frame.f_code.co_filename.startswith((*_LIBRARIES, _PACKAGE, "<")):
+            frame = frame.f_back
+        found = frame or innermost
+        return "" if found is None else f"{found.f_code.co_filename}:{found.f_lineno} in {found.f_code.co_name}"
+    finally:
+        del frame, innermost, found  # in the main thread itself, a circle that would keep the locals of all callers
 
 
 def is_waiting() -> bool:
