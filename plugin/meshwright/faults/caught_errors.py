@@ -11,7 +11,7 @@ import sys
 import threading
 from typing import TypeVar
 
-from meshwright.errors import DivergenceError, PeerFailedError
+from meshwright.errors import DivergenceError, PeerFailedError, PlanError
 from meshwright.faults import main_thread
 from meshwright.faults.exit_hooks import in_short
 
@@ -48,7 +48,7 @@ class CaughtErrors:
 
     def see_pass(self, error: BaseException | None, step: int) -> bool:
         """Take the error that ends a forward pass; return whether it is one of the program."""
-        if error is None or isinstance(error, DivergenceError | PeerFailedError):
+        if error is None or isinstance(error, DivergenceError | PeerFailedError | PlanError):
             return False
         self.of_pass = (
             f"its program caught {in_short(error)}, which the forward pass of step {step} at {main_thread.place()} "

@@ -32,11 +32,14 @@ def place(thread: threading.Thread | None = None) -> str:
     Args:
         thread: the thread; None for the main thread.
     """
-    frame = innermost = _frame(thread)
-    while frame is not None and frame.f_code.co_filename.startswith((*_LIBRARIES, _PACKAGE, "<")):
-        frame = frame.f_back
-    found = frame or innermost
-    return "" if found is None else f"{found.f_code.co_filename}:{found.f_lineno} in {found.f_code.co_name}"
+    frame = innermost = found = _frame(thread)
+    try:
+        while frame is not None and frame.f_code.co_filename.startswith((*_LIBRARIES, _PACKAGE, "<")):
+            frame = frame.f_back
+        found = frame or innermost
+        return "" if found is None else f"{found.f_code.co_filename}:{found.f_lineno} in {found.f_code.co_name}"
+    finally:
+        del frame, innermost, found  # in the thread itself, a circle that would keep the locals of all callers
 
 
 def is_waiting() -> bool:
