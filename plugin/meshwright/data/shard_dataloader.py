@@ -28,8 +28,9 @@ from meshwright.mesh.process_group import (
 from meshwright.mesh.process_mesh import ProcessMesh
 from meshwright.mesh.shared_groups import shared_group
 from meshwright.parallel.batch.items import BatchFormat
-from meshwright.plan.config import LoaderOptions, ReadingOrder, RowsOf, Source
+from meshwright.plan.config import LoaderOptions, RowsOf
 from meshwright.plan.fields import either_name, keywords_checked
+from meshwright.plan.loader_options import ReadingOrder, Source
 
 _NAMES = dict.fromkeys(("mesh", "device_mesh", "process_mesh"), "meshes=") | dict.fromkeys(
     ("shard_dim", "dp", "dim"), "shard_dims="

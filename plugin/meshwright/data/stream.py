@@ -23,7 +23,7 @@ from meshwright.faults.interpose import own_collectives
 from meshwright.faults.together import values_of_all
 from meshwright.mesh.axes import Axis
 from meshwright.mesh.packed_values import UnsupportedValue, pack
-from meshwright.plan.config import LANES
+from meshwright.plan.loader_options import LANES
 from meshwright.schema import anything, integer, is_same, listed, maybe, record, require, row, shown
 
 VERSION = 1
