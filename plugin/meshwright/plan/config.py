@@ -26,7 +26,7 @@ from meshwright.plan.fields import (
 from meshwright.plan.flat_offsets import BUCKET_MB
 from meshwright.plan.foreign_names import PLAN_NAMES
 from meshwright.plan.loader_options import DrawsOf as DrawsOf
-from meshwright.plan.loader_options import LoaderOptions
+from meshwright.plan.loader_options import LoaderOptions as LoaderOptions
 from meshwright.plan.schedule import SCHEDULES, SPLIT_BACKWARD, chunks_of
 from meshwright.plan.text import format_plan
 from meshwright.roles import ShardingPlan
