@@ -28,7 +28,7 @@ from meshwright.data.readers.base import Position, Reader
 from meshwright.data.readers.choose import make_reader, split_reader
 from meshwright.data.readers.map_style import MapReader
 from meshwright.data.readers.split import SplitReader
-from meshwright.data.readers.stream_shards import LANES
+from meshwright.data.readers.stream_shards import LANE_READER
 from meshwright.data.readers.whole_stream import WholeReader
 from meshwright.data.reading_time import timed
 from meshwright.data.shuffling import GENERATOR, Draws, decoded, encoded
@@ -245,7 +245,7 @@ class DistributedLoader:
 
     def _reader_of(self, state: Mapping[str, Any]) -> Reader:
         """Return the reader that goes on from a state. A run that has read in lanes stays in them."""
-        if state.get("reader") == LANES and isinstance(self._reader, WholeReader):
+        if state.get("reader") == LANE_READER and isinstance(self._reader, WholeReader):
             return self._make_reader(replace(self._options, order="lanes"))
         return self._reader
 

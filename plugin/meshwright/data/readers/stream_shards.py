@@ -37,7 +37,7 @@ STAGES_BY_ROW = {
     "VerticallyConcatenatedMultiSourcesExamplesIterable",
 }
 
-LANES = "stream"  # what a state calls this reader
+LANE_READER = "stream"  # what a state calls this reader
 
 DRAWS_BY_RANK = (
     "the collate function draws random numbers, and each rank collates its own rows of the lanes. So the numbers "
@@ -124,10 +124,10 @@ class StreamReader(Reader):
     def state_dict(self) -> dict[str, Any]:
         if self.position.is_fresh and self.position.epoch != self._stream.epoch:
             self._stream.set_epoch(self.position.epoch)
-        return {**self.position.state(LANES), "stream": self._stream.state_dict()}
+        return {**self.position.state(LANE_READER), "stream": self._stream.state_dict()}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        expected = {"reader": LANES}
+        expected = {"reader": LANE_READER}
         check_equal(state, expected, "the state is of another kind of dataset")
         check_fields(state, expected, {"stream": table(anything)})
         self._stream.check_state(state["stream"])
