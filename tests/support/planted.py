@@ -5,6 +5,7 @@ What is planted is planted in the distributed program only, as a bug of the runt
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -50,6 +51,7 @@ def bias_added_twice() -> nn.Module:
     """Rank 0 adds the bias of an output projection to its partial sum too."""
     lift: Callable[..., None] = BlockHooks._lift_bias
 
+    @functools.wraps(lift)  # which leaves it a hook of the runtime
     def lift_elsewhere(self: BlockHooks, module: nn.Module, args: tuple[Any, ...]) -> None:
         lift(self, module, args)
         if self.axis.rank == 0:
