@@ -26,6 +26,7 @@ from meshwright.errors import CheckpointError
 from meshwright.faults.together import succeed_together, texts_of_all
 from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.optim.state_parts import OptimizerParts, Part, parts_of
+from meshwright.parallel.shards.reads import own_shape
 
 State = dict[str, dict[str, Any]]  # by parameter, then by key: ("cut" | "whole", dtype, shape) or an encoded value
 
@@ -184,13 +185,13 @@ def _described(name: str, key: str, value: object, part: Part) -> object:
     # Adam's step count is a 0-d tensor like a scalar parameter's moments, but it is not one value per element.
     if not isinstance(value, Tensor) or (not value.ndim and (part.key.ndim or key == "step")):
         return encode(value, what)
-    if value.shape == part.key.shape:
+    if value.shape == own_shape(part.key):
         return "cut", value.dtype, tuple(part.layout.shape)
     if part.is_whole or part.is_owned:
         return "whole", value.dtype, tuple(value.shape)
     raise CheckpointError(
         f"{what} has the shape {list(value.shape)}, not that of the parameter, so the shards of "
-        f"{list(part.key.shape)} cannot be joined; save it under a plan with tp=pp=ep=etp=1 and zero_stage=0"
+        f"{list(own_shape(part.key))} cannot be joined; save it under a plan with tp=pp=ep=etp=1 and zero_stage=0"
     )
 
 
