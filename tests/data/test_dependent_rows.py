@@ -134,7 +134,7 @@ def check_one_device(dataset: Any, make: Callable[[], Any], workers: int, said: 
 
 
 @pytest.mark.parametrize("kind", [list, Iterated])
-@pytest.mark.parametrize(("collate", "said"), DEPENDENT, ids=str)
+@pytest.mark.parametrize(("collate", "said"), DEPENDENT, ids=lambda value: getattr(value, "__name__", value))
 def test_rows_that_depend_on_each_other_are_those_of_one_device(collate: Any, said: str, kind: Any) -> None:
     make = collate if isinstance(collate, type) else lambda: collate
     check_one_device(kind(ROWS), make, 0, said)
