@@ -11,6 +11,7 @@ _SECRET = re.compile(
     "(?:^|[^a-zA-Z])(?:api)?(?:token|key|password|passwd|passphrase|secrets?|credentials?)(?:$|[^a-zA-Z])",
     re.IGNORECASE,
 )
+_OF_TEXT = re.compile("(?:eos|bos|pad|unk|sep|cls|mask|image|stop)[_-]token$", re.IGNORECASE)  # words of a tokenizer
 _CAMEL_CASE = re.compile("(?<=[a-z])(?=[A-Z])")
 _PASSWORD = re.compile(r"(://[^/@:\s]*:)[^/@\s]+@")  # in an address
 
@@ -45,4 +46,4 @@ def hidden_in(name: str, value: object) -> object:
 
 
 def _is_secret(name: str) -> bool:
-    return _SECRET.search(_CAMEL_CASE.sub("_", name)) is not None
+    return _SECRET.search(_CAMEL_CASE.sub("_", name)) is not None and _OF_TEXT.search(name) is None

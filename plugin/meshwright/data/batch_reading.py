@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum, auto
+from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Subset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, get_worker_info
 
 from meshwright.data.collation import Collate
 from meshwright.data.collation_trial import TRIED, Finding, Trial
@@ -16,6 +17,8 @@ from meshwright.data.one_length import only_stacks
 from meshwright.data.random_states import RandomStates, seed_all
 from meshwright.mesh.axes import Axis
 from meshwright.plan.loader_options import DrawsOf
+
+_MANY_ROWS = 4096  # of a batch, which take long to read on every rank
 
 
 class Way(Enum):
@@ -70,6 +73,21 @@ class BatchReading(Dataset[Any]):
         return [self.dataset[index] for index in indices]
 
 
+class After(IterableDataset[Any]):
+    """A stream without its first samples.
+
+    Args:
+        dataset: the user's dataset.
+        samples: the number of samples that are left out.
+    """
+
+    def __init__(self, dataset: Iterable[Any], samples: int):
+        self.dataset, self._samples = dataset, samples
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(self.dataset, self._samples, None)
+
+
 def reads_together(dataset: Any) -> bool:
     """Return whether a dataset has a function that reads several rows at once."""
     while isinstance(dataset, Subset):  # which has one that passes on to its dataset
@@ -78,10 +96,15 @@ def reads_together(dataset: Any) -> bool:
 
 
 def count_tried(loader: DataLoader[Any], dp: Axis, draws: DrawsOf) -> int:
-    """Return how many batches of a loader are tried. Where rows are only stacked, one shows whether they are drawn."""
+    """Return how many batches of a loader are tried.
+
+    One shows enough where rows are only stacked, which may only be drawn, and where a batch has many rows.
+    """
     if dp.size == 1 or draws == "rank":
         return 0
-    return 1 if only_stacks(loader.collate_fn) and not reads_together(loader.dataset) else TRIED
+    rows = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 0
+    stacks = only_stacks(loader.collate_fn) and not reads_together(loader.dataset)
+    return 1 if stacks or rows > _MANY_ROWS else TRIED
 
 
 def as_read(batch: Any) -> Any:
@@ -106,7 +129,7 @@ class WorkerStart:
         assert info is not None
         # A worker_init_fn may read them.
         object.__setattr__(info, "seed", self.seed + worker_id)
-        if isinstance(info.dataset, BatchReading):
+        if isinstance(info.dataset, BatchReading | After):
             object.__setattr__(info, "dataset", info.dataset.dataset)
         seed_all(self.seed + worker_id, torch.utils.data._utils.worker._generate_state(self.seed, worker_id))
         if self._init is not None:

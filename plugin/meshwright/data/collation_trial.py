@@ -14,6 +14,9 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
 from meshwright.data.collation import Collate
 from meshwright.data.global_batches import Share, Sharing
 from meshwright.data.nested import digest
@@ -97,10 +100,14 @@ class Trial:
             before: the random states before the samples were read.
             again: a function that reads the rows of a share by themselves, if the dataset reads rows together.
         """
-        outline, collate, kept = _outline(self._collate), self._copy or _copied(self._collate), _copied(samples)
+        outline, collate, kept = (
+            _outline(self._collate),
+            self._copy or _copied_function(self._collate),
+            _copied(samples),
+        )
         whole = self._collate(samples)
         self._copy = collate if _outline(self._collate) == outline else None
-        tried = self._copy or _copied(collate)
+        tried = self._copy or _copied_function(collate)
         is_drawn, after = not before.are_unchanged, before.now()
         shares = [self._share(rows, replace(self._dp, rank=rank)) for rank in range(self._dp.size)]
         has_all = all(share.counted and not share.is_replicated for share in shares)  # rows for each rank
@@ -112,7 +119,10 @@ class Trial:
                 if self._copy is None and (found.of_batch or found.of_rows):
                     found = _compared(whole, collate, kept, read, shares, is_changed=True)
             alone = (KeepingSamples(collate) if self._keeps_samples else collate)(read[self._dp.rank])
-        except Exception:  # of a function that needs more rows than a rank has
+        except (MemoryError, OSError):
+            raise
+        except Exception as error:  # of a function that needs more rows than a rank has
+            logger.info("the rows of a rank alone could not be collated", exc_info=error)
             found.of_batch = [PARTS]
         after.restore()
         if is_drawn:
@@ -223,7 +233,7 @@ def _compared(
         digest(samples[share.low : share.high]) != digest(part) for share, part in zip(shares, read, strict=True)
     ):
         return Comparison(of_batch=[READ])
-    parts = [(_copied(collate) if is_changed else collate)(_copied(part)) for part in read]
+    parts = [(_copied_function(collate) if is_changed else collate)(_copied(part)) for part in read]
     return compare(_named(whole), [_named(part) for part in parts], [share.high - share.low for share in shares])
 
 
@@ -252,9 +262,34 @@ def _outline(collate: Collate) -> list[object]:
     return found
 
 
-def _copied(value: Any) -> Any:
-    """Return a copy, for a function that takes entries out of its samples, or counts its calls."""
+def _copied(value: Any, shared: Mapping[int, object] | None = None) -> Any:
+    """Return a copy, for a function that takes entries out of its samples, or counts its calls.
+
+    Args:
+        value: what is copied.
+        shared: the objects inside that the copy has too, by their identity.
+    """
     try:
-        return copy.deepcopy(value)
+        return copy.deepcopy(value, dict(shared or {}))
     except Exception:  # what cannot be copied, such as a lock
         return value
+
+
+def _copied_function(collate: Collate) -> Collate:
+    """Return a copy of a collate function that shares what is large: a model, a dataset, arrays."""
+    shared: dict[int, object] = {}
+    level: list[Any] = [collate]
+    for _ in range(_DEEPEST + 1):
+        shared |= {id(x): x for x in level if _is_large(x)}
+        level = [
+            part
+            for x in level
+            if id(x) not in shared and not isinstance(x, type | ModuleType | int | float | str)
+            for part in parts_of(x)
+        ]
+    return _copied(collate, shared)
+
+
+def _is_large(x: object) -> bool:
+    is_dataset = hasattr(x, "__getitem__") and hasattr(x, "__len__") and not isinstance(x, list | dict | tuple | str)
+    return is_dataset or isinstance(x, nn.Module | Dataset | Tensor)

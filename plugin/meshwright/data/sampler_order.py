@@ -272,6 +272,10 @@ class Sampling:
             )
 
 
+# Classes that say how many processes the program has, and split nothing.
+_OF_THE_PROGRAM = ("Namespace", "PartialState", "AcceleratorState", "TrainingArguments")
+
+
 def split_by(loader: Iterable[object]) -> str | None:
     """Return what gives each process a part of a loader's dataset; None if nothing in the loader counts processes.
 
@@ -281,7 +285,8 @@ def split_by(loader: Iterable[object]) -> str | None:
     parts: list[Any] = [getattr(loader, "dataset", None), getattr(batch_sampler, "sampler", None), batch_sampler]
     for part in parts:
         held = getattr(part, "__dict__", {})
-        holders = {"": held} | {f"{name}.": getattr(value, "__dict__", {}) for name, value in held.items()}
+        inside = {name: value for name, value in held.items() if type(value).__name__ not in _OF_THE_PROGRAM}
+        holders = {"": held} | {f"{name}.": getattr(value, "__dict__", {}) for name, value in inside.items()}
         for prefix, holder in holders.items():
             for name in _NUMBERS_OF_PROCESSES:
                 if type(count := holder.get(name)) is int and count > 1:

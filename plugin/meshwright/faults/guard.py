@@ -307,7 +307,8 @@ class Guard:
         if cause is not None:
             details.append(f"(network error: {summary})")
         what = f"{self.name} could not finish {self.trace.doing} in step {self.step}"
-        return self._caught.keep(PeerFailedError("\n".join([f"{what}: {cause or summary}", *details])))
+        failed = PeerFailedError("\n".join([f"{what}: {cause or summary}", *details]))
+        return failed if cause is None else self._caught.keep(failed)  # without a cause the ranks may go on
 
     def end_pass(self, error: BaseException | None) -> None:
         """Take the error, if any, with which this rank's forward pass ends, and which the program may catch."""
@@ -356,7 +357,7 @@ class Guard:
             return
         self._end_with_child.cancel()
         if not (self._follows or self._is_failing or self.trace.leaving):
-            self._link.await_exchanges(self.timeout)
+            self._link.await_exchanges()
         how = f"{why} after step {self.step}"
         self._is_closed = True
         if self._follows or self._is_failing:

@@ -120,10 +120,11 @@ class Link:
             self._exchanges.discard(exchange)
             self._has_texts.notify_all()
 
-    def await_exchanges(self, patience: float) -> None:
-        """Wait for the threads that exchange texts, some seconds at most."""
+    def await_exchanges(self) -> None:
+        """Wait for the threads that exchange texts, as long as the hub is there; each ends itself if it hangs."""
         with self._has_texts:
-            self._has_texts.wait_for(lambda: not self._exchanges, timeout=patience)
+            while self._exchanges and self.hub_left is None:
+                self._has_texts.wait(timeout=1.0)
 
     def said(self, topic: str, patience: float) -> list[str] | None:
         """Return what all ranks have said on a topic, once, or None if that does not come within some seconds."""

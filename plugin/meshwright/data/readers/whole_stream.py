@@ -10,9 +10,9 @@ from itertools import islice
 from typing import Any, TypeGuard
 
 from torch import Generator
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
-from meshwright.data.batch_reading import WorkerStart, count_tried
+from meshwright.data.batch_reading import After, WorkerStart, count_tried
 from meshwright.data.collation_trial import Trial, Trials, Verdict
 from meshwright.data.fingerprint import fingerprint, outline
 from meshwright.data.global_batches import Portion, Sharing
@@ -183,7 +183,8 @@ class WholeReader(Reader):
         if not self._cuts_samples:
             # All ranks must get a batch in the same step, so workers' batches come in order.
             is_unordered = not getattr(self._loader, "in_order", True)
-            with temporarily(self._loader, in_order=True) if is_unordered else nullcontext():
+            in_order = temporarily(self._loader, in_order=True) if is_unordered else nullcontext()
+            with reading(self._where), in_order:
                 rest = islice(self._loader, self._batches, None)
             for batch in self._read(rest):
                 yield digest(batch) if self._readers.count > 1 else 0, self._cut(batch)
@@ -191,7 +192,7 @@ class WholeReader(Reader):
         if self._has_several_workers:
             shares = self._read(islice(self._sharing(self._dataset), self._batches, None))
         else:
-            shares = self._read(self._sharing(_After(self._dataset, self.position.samples)))
+            shares = self._read(self._sharing(After(self._dataset, self.position.samples)))
         for code, portion, verdict in shares:
             if verdict is not None:
                 self._trials.take(verdict, is_told=self._dp.rank == 0)
@@ -311,13 +312,3 @@ class _CollateShare:
         else:
             batch = self._own(samples[share.low : share.high])
         return code, portion_of(share, batch, rows), verdict
-
-
-class _After(IterableDataset[Any]):
-    """A dataset without its first ``samples`` samples."""
-
-    def __init__(self, dataset: Iterable[Any], samples: int):
-        self._dataset, self._samples = dataset, samples
-
-    def __iter__(self) -> Iterator[Any]:
-        return islice(self._dataset, self._samples, None)

@@ -23,7 +23,7 @@ _TYPE = re.compile(r"\w+(-\w+)*")  # as that of a config's field model_type
 
 # No model has larger sizes, and what takes time or memory for each layer or expert would not end.
 LAYERS, _EXPERTS, WIDTH = 1024, 2**16, 2**40
-_COUNTED = re.compile("(?P<layers>layers?$)|(?P<experts>experts$)")
+_COUNTED = re.compile("(?P<layers>(?:^|_)layers?$)|(?P<experts>(?:^|_)experts$)")
 
 
 class WrongConfigError(PlanError):
@@ -146,7 +146,8 @@ def _check(config: Mapping[str, Any], name: str) -> None:
     Raises:
         WrongConfigError: the message names the field.
     """
-    if (wrong := problem_of(dict(config), _FORM)) is not None:
+    lists = {key: list(value) if isinstance(value, tuple) else value for key, value in config.items()}
+    if (wrong := problem_of(lists, _FORM)) is not None:
         raise WrongConfigError(f"{name}: {wrong}; correct the config")
     for key, value in config.items():
         if isinstance(value, Mapping):

@@ -285,6 +285,8 @@ def describe(source: Any, *, name: str | None = None, architecture: str | None =
             "ToDistributedConfig(plan=ParallelPlan(...))"
         )
     found = {field: _field(config, field) for field in _ALIASES}
+    if family in _NO_WINDOW or not config.get("use_sliding_window", True):
+        found["window"] = None  # the model's code ignores it
     missing = [_ALIASES[field][0] for field in ("layers", "hidden", "heads", "vocab") if found[field] is None]
     if found["ffn"] is None:
         if family in NOT_GATED and isinstance(found["hidden"], int):
@@ -302,7 +304,7 @@ def describe(source: Any, *, name: str | None = None, architecture: str | None =
             )
     shape = _shape(name, family, config, found)
     shape = replace(shape, classes=classes, tied=shape.tied and classes is None)
-    if family in COMPARED and not has_own_code:
+    if family in COMPARED:
         return shape
     what = "the config names code of its own (auto_map)" if has_own_code else f"model_type={shown(family)} is unknown"
     return replace(
