@@ -327,7 +327,8 @@ def _unknown_sizes(family: str, config: Mapping[str, Any]) -> str | None:
     """Return why a model's sizes do not follow from the usual fields of its config; None if they may."""
     if (rank := config.get("kv_lora_rank")) is not None:
         return f"it uses latent attention (kv_lora_rank={rank})"
-    if family not in COMPARED and family not in UNKNOWN_SIZES:
+    is_dense = any(config.get(key) in (0, 1) for key in ("num_local_experts", "num_experts", "n_routed_experts"))
+    if family not in COMPARED and family not in UNKNOWN_SIZES and not is_dense:
         counts = ((key, x) for key, x in config.items() if type(x) is int and x > 1)
         found = [f"{printable(key)}={x}" for key, x in counts if _EXPERTS.search(key)]
         return f"its config speaks of experts ({', '.join(found)})" if found else None
