@@ -59,33 +59,56 @@ def rehearsed(
     structure = cuts.structure
     if not isinstance(structure, DecoderStructure) or mesh.tp.size == 1:
         return cuts
-    if hooked := _hooked_inside(structure):
+    rehearsal = _Rehearsal(decoder, structure, mesh, device)
+    if hooked := _hooked_inside(structure, rehearsal.found()):
         cuts = Cuts.of(decoder, plan, config, roles=keep_whole(structure.roles, decoder, hooked))
         structure = cuts.structure
         assert isinstance(structure, DecoderStructure)
-    rehearsal = _Rehearsal(decoder, structure, mesh, device)
+        rehearsal.structure = structure
     roles = rehearsal.of_words(rehearsal.of_layers(structure.roles))
     return cuts if roles is structure.roles else Cuts.of(decoder, plan, config, roles=roles)
 
 
-def _hooked_inside(structure: DecoderStructure) -> list[str]:
+def _hooked_inside(structure: DecoderStructure, brought: list[list[str]]) -> list[str]:
     """Return the names of what stays whole, so that hooks of the program inside of it see whole values.
 
+    Args:
+        structure: the decoder's structure.
+        brought: what is to be tried, which must be equal on all ranks, since they try it together.
+
     Raises:
-        PlanError: on every rank, if one has hooks on all modules of torch.
+        PlanError: on every rank, if one has hooks on all modules of torch, or inside of what routes tokens to experts,
+            or if the program brought something else on another rank.
     """
     own: dict[str, list[str]] = {}
+    inside = (m for owner in structure.routed for m in owner.modules() if m is not owner)
+    routed = next((source_of(hook) for m in inside for hook in hooks_of(m) if is_foreign(hook)), "")
     every = "".join(f"{source_of(hook)}" for hook in hooks_of_all_modules()[:1])
     for block in structure.blocks if not every else ():
         if hooks := [hook for m in block.inside for hook in hooks_of(m) if is_foreign(hook)]:
             own[source_of(hooks[0])] = [*own.get(source_of(hooks[0]), ()), *block.names]
-    said = [json.loads(text) for text in texts_of_all(json.dumps([every, own]) if every or own else "") if text]
-    if every := next((text for text, _ in said if text), ""):
+    text = json.dumps([every, routed, brought, own]) if every or routed or brought or own else ""
+    said = [json.loads(text or '["", "", [], {}]') for text in texts_of_all(text)]
+    of_ranks = [{tuple(one) for one in theirs} for _, _, theirs, _ in said]
+    if differing := sorted(set.union(*of_ranks) - set.intersection(*of_ranks)):
+        raise PlanError(
+            f"{differing[0][0]} ({differing[0][1]}) is not the same on all ranks, and each rank runs a part of it. "
+            "Change it on all ranks alike, or use ParallelPlan(tp=1)"
+        )
+    if routed := next((text for _, text, *_ in said if text), ""):
+        raise PlanError(
+            f"a hook inside of a module that routes tokens to experts ({routed}) would see this rank's tokens only. "
+            "Register it on the module around the experts, or use ParallelPlan(tp=1)"
+        )
+    if every := next((text for text, *_ in said if text), ""):
         raise PlanError(
             f"a hook on all modules of torch ({every}) would see this rank's parts of activations, since tp cuts them. "
             "Register it on the modules that it needs: module.register_forward_hook(hook); or use ParallelPlan(tp=1)"
         )
-    found = {source: names for _, hooks in said for source, names in hooks.items()}
+    found: dict[str, list[str]] = {}
+    for *_, hooks_of_rank in said:
+        for source, of_source in hooks_of_rank.items():
+            found.setdefault(source, []).extend(of_source)
     names = list(dict.fromkeys(name for own in found.values() for name in own))
     if names and is_first_rank():
         source, of_first = next(iter(found.items()))
@@ -113,6 +136,17 @@ class _Rehearsal:
         self.brought = Brought()
         self.names = {module: name for name, module in reversed(list(decoder.named_modules(remove_duplicate=False)))}
         self._length = 2 * mesh.tp.size
+
+    def found(self) -> list[list[str]]:
+        """Return what the program brought into the parts that are tried: its place, and its class and line."""
+        structure = self.structure
+        others = (m for m in (structure.head, structure.final_norm) if m is not None)
+        parts = dict.fromkeys((*structure.layers, *structure.embeddings, *others))
+        return [
+            [f"{self.names[module]}.{inner}".rstrip("."), self._source(module.get_submodule(inner))]
+            for module in parts
+            for inner in self.brought.inside(module)
+        ]
 
     def of_words(self, roles: ShardingPlan) -> ShardingPlan:
         """Try the embeddings and the head, and return the roles with those whole that differ."""
@@ -163,10 +197,11 @@ class _Rehearsal:
     def _calls(self, layers: list[nn.Module]) -> dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]]:
         with untouched(self.decoder, self.device):
             try:
-                return calls_of(self.decoder, layers, rows=_ROWS, length=self._length)
+                found = calls_of(self.decoder, layers, rows=_ROWS, length=self._length)
             except PlanError:
-                width = self.structure.embedding.embedding_dim
-                return dict.fromkeys(layers, ((torch.empty(_ROWS, self._length, width, device="meta"),), {}))
+                found = {}
+        hidden = torch.empty(_ROWS, self._length, self.structure.embedding.embedding_dim, device="meta")
+        return {layer: found.get(layer, ((hidden,), {})) for layer in layers}  # a pass may leave layers out
 
     def _whole_in(
         self, layers: list[nn.Module], norm: nn.Module | None, call: tuple[Any, Any], roles: ShardingPlan

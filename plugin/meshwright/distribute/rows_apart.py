@@ -23,8 +23,11 @@ def rows_are_apart(layer: nn.Module) -> bool:
     weight = layer._parameters.get("weight")
     if weight is None or weight.ndim != 2:
         return False
-    with torch.random.fork_rng(), torch.enable_grad():
-        torch.manual_seed(0)
+    devices = [weight.device] if weight.device.type == "cuda" else []
+    with torch.random.fork_rng(devices), torch.enable_grad():
+        torch.random.default_generator.manual_seed(0)
+        for device in devices:
+            torch.cuda.default_generators[device.index].manual_seed(0)
         try:
             whole = _drawn(layer)
             device = next(whole.parameters()).device

@@ -75,8 +75,9 @@ class ComparedSteps:
 def _error(optimizer: Optimizer, what: str) -> OptimizerMismatchError:
     name = " and ".join(type(each).__name__ for each in members(optimizer))
     return OptimizerMismatchError(
-        f"{name} {what}. So the step, or a hook of it, does not update each parameter from that parameter alone, and "
-        "each rank has some of the parameters whole. Clip gradients by mw.clip_grad_norm_(model, 1.0) in place of a "
-        "hook; use a plan that leaves weights and state whole (tp=1, pp=1, zero_stage=0); or, if each element is "
-        "updated from that element alone, pass ToDistributedConfig(optimizer_reads='element')"
+        f"{name} {what}. So the step, or a hook of it, does not update each parameter from that parameter alone (or "
+        "its kernels round otherwise in each run), and each rank has some of the parameters whole. Clip gradients by "
+        "mw.clip_grad_norm_(model, 1.0) in place of a hook; use a plan that leaves weights and state whole (tp=1, "
+        "pp=1, zero_stage=0); or, if each element is updated from that element alone, pass "
+        "ToDistributedConfig(optimizer_reads='element')"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from typing import Literal
+from weakref import WeakKeyDictionary
 
 from torch.optim import Optimizer
 
@@ -14,6 +15,8 @@ from meshwright.optim.trial import why_not_apart, why_not_on_host
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 
 Declared = Literal["element", "parameter"] | None
+
+_checked: WeakKeyDictionary[Optimizer, tuple[object, ...]] = WeakKeyDictionary()
 
 
 def declared(config: ToDistributedConfig) -> Declared:
@@ -33,7 +36,14 @@ def check_elementwise(optimizer: Optimizer, *, is_trusted: bool, plan: ParallelP
         OptimizerMismatchError: for optimizers that are not known to update each element from that element alone.
     """
     whole = "zero_stage=0" if plan is None else _whole(plan)
-    if not whole or is_trusted or all(reads is Reads.ELEMENT for reads in reads_of(optimizer)):
+    if not whole or is_trusted:
+        return
+    # A program may have an optimizer for each parameter, and each is looked at before each of its steps.
+    known = vars(optimizer).get("step"), has_step_hooks(optimizer), len(optimizer.param_groups)
+    if _checked.get(optimizer) == known:
+        return
+    if all(reads is Reads.ELEMENT for reads in reads_of(optimizer)):
+        _checked[optimizer] = known
         return
     raise OptimizerMismatchError(
         f"{_name(optimizer)} is not known to update each element from that element alone, so its step "

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwright.optim.chained import members, stepping
-from meshwright.optim.reads import ELEMENTWISE, patched_step
+from meshwright.optim.reads import ELEMENTWISE
 from meshwright.optim.zero.host_copy import HostCopy, SideStream, on_host
 from meshwright.optim.zero.zero_optimizer import ReduceScatter, ShardedBucket
 from meshwright.parallel.shards.reads import reading_shards
@@ -125,7 +125,7 @@ class HostSteps:
             return
         of_bucket = [[p for p in group["params"] if id(p) in own] for group in groups]
         found = [each for each in stepping(self._optimizer) if any(_has_any(group, own) for group in each.param_groups)]
-        if not found or not all(type(each) in ELEMENTWISE and patched_step(each) is None for each in found):
+        if not found or not all(type(each) in ELEMENTWISE for each in found):
             return
         lists = [group["params"] for group in groups]
         _set_parameters(self._optimizer, of_bucket)

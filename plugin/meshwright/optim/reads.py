@@ -40,6 +40,9 @@ _OF_BITSANDBYTES = frozenset(
 )
 
 
+_BESIDE_STEP = ("zero_grad", "state_dict", "load_state_dict", "add_param_group")  # which a step does not call
+
+
 class Reads(enum.StrEnum):
     """What the update of an element reads: gradients, weights and state of the element, or of its parameter."""
 
@@ -95,10 +98,10 @@ def patched_step(optimizer: Optimizer) -> Callable[..., object] | None:
 
 def _functions(optimizer: Optimizer) -> Iterator[object]:
     """Yield what a step of one of torch's optimizers may call: methods, and functions of its modules that they name."""
-    own = [
-        x for name, x in vars(optimizer).items() if name != "step" and callable(getattr(type(optimizer), name, None))
-    ]
-    found = [*own, *(x for kind in type(optimizer).__mro__[:-1] for x in vars(kind).values())]
+    kinds = type(optimizer).__mro__[:-1]
+    own = {name: x for name, x in vars(optimizer).items() if callable(getattr(type(optimizer), name, None))}
+    found = [x for name, x in own.items() if name not in (*_BESIDE_STEP, "step")]
+    found += [x for kind in kinds for name, x in vars(kind).items() if name not in _BESIDE_STEP]
     seen: set[int] = set()
     while found:
         function = found.pop()

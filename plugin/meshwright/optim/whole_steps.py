@@ -11,16 +11,18 @@ result::
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from meshwright.errors import OptimizerMismatchError
 from meshwright.layout.blocks import StridedBlock, numel
 from meshwright.layout.row_layout import RowLayout
 from meshwright.layout.tensor_layout import TensorLayout, layout_of
@@ -100,6 +102,9 @@ class WholeSteps:
     def hook_begin(self) -> None:
         """Add the hook that begins a step, after those that settle the gradients; the parts are known by now."""
         self._optimizer.register_step_pre_hook(self._open)
+        for each in {self._optimizer, *members(self._optimizer)}:
+            each.zero_grad = functools.partial(self._zero_grad, each.zero_grad)  # type: ignore[method-assign]
+            each.add_param_group = functools.partial(_refuse_group, type(each).__name__)  # type: ignore[method-assign]
         self._owners = owners_of(self._of_group, self._mesh, self._gradients)
         for parameter in self._parameters:
             if self._mesh.index in self._owners.get(id(parameter), ()):
@@ -115,6 +120,21 @@ class WholeSteps:
         self._given = {}
         if self._mesh.is_first:
             self._tell()
+
+    def _zero_grad(self, clear: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        if self._parts:
+            raise OptimizerMismatchError(
+                "zero_grad() in a hook of the step would clear copies of the gradients, since the optimizer steps "
+                "whole parameters. Call optimizer.zero_grad() in the loop, after optimizer.step()"
+            )
+        clear(*args, **kwargs)
+
+    def abandon(self) -> None:
+        """End the window of a step that raised; what it made of the parameters is lost."""
+        if self._parts:
+            self._end_window([self._optimizer.param_groups[index] for index in self._groups])
+            for whole in self._wholes.values():
+                whole.data, whole.grad = _without_memory(whole, whole.shape), None
 
     def _tell(self) -> None:
         sent = sum(move.sent_numel(rank) for moves in self._by_dtype().values() for move in moves for rank in move.sent)
@@ -371,6 +391,13 @@ def _put(views: Iterable[Tensor], values: Tensor) -> None:
 
 def _without_memory(like: Tensor, shape: Sequence[int]) -> Tensor:
     return torch.zeros((), dtype=like.dtype, device=like.device).expand(tuple(shape))
+
+
+def _refuse_group(name: str, param_group: object) -> NoReturn:
+    raise OptimizerMismatchError(
+        f"{name} steps whole parameters, whose owners are chosen in the call. Pass all groups to the optimizer before "
+        "to_distributed; parameters that are frozen then may be trained later"
+    )
 
 
 def _as_state(value: object, whole: nn.Parameter) -> object:

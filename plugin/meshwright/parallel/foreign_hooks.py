@@ -21,7 +21,7 @@ def has_foreign_hooks(module: nn.Module, *, backward: bool = False) -> bool:
         backward: whether backward hooks count too, and hooks that torch runs for every module.
     """
     own = hooks_of(module) if backward else [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    return any(map(is_foreign, own)) or (backward and bool(hooks_of_all_modules()))
+    return any(map(is_of_program, own)) or (backward and bool(hooks_of_all_modules()))
 
 
 def hooks_of_all_modules() -> list[Callable[..., object]]:
@@ -53,7 +53,7 @@ def without_foreign_hooks(modules: Iterable[nn.Module]) -> Iterator[None]:
     taken = [(vars(module), kind) for module in modules for kind in kinds if vars(module)[kind]]
     before = [of[kind] for of, kind in taken]
     for (of, kind), hooks in zip(taken, before, strict=True):
-        of[kind] = type(hooks)((key, hook) for key, hook in hooks.items() if not is_foreign(hook))
+        of[kind] = type(hooks)((key, hook) for key, hook in hooks.items() if not is_of_program(hook))
     try:
         yield
     finally:
@@ -68,6 +68,11 @@ def source_of(hook: Callable[..., object]) -> str:
     code = getattr(hook, "__code__", None) or getattr(type(hook).__call__, "__code__", None)
     name = getattr(hook, "__qualname__", type(hook).__qualname__).rpartition(".")[2]
     return name if code is None else f"{name}, {os.path.basename(code.co_filename)}:{code.co_firstlineno}"
+
+
+def is_of_program(hook: Callable[..., object]) -> bool:
+    """Return whether a hook is the program's, or one of the runtime that calls it with whole values."""
+    return is_foreign(getattr(hook, "of_program", hook))
 
 
 def is_foreign(hook: Callable[..., object]) -> bool:

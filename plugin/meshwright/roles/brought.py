@@ -22,7 +22,7 @@ _LIBRARIES = (
     "meshwright", "meshwright_hf", "torch", "transformers", "peft", "accelerate", "deepspeed", "bitsandbytes",
     "torchao",
 )  # fmt: skip
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict)
 
 # The classes of torch that compute each channel by itself, or whose weights have a role of their own.
 _LEAVES = frozenset(
@@ -177,7 +177,6 @@ def _file_of(kind: type) -> str:
     return getattr(module, "__file__", None) or ""
 
 
-@functools.cache
 def _root(library: str) -> str | None:
     file = getattr(sys.modules.get(library), "__file__", None)
     return None if file is None else os.path.dirname(file) + os.sep
@@ -193,5 +192,6 @@ def _with_owners(module: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module 
             continue
         seen.add(id(inner))
         yield name, inner, owner
-        around = owner if isinstance(inner, _CONTAINERS) else inner
+        # An adapter's wrapper stands in the place of what is inside of it.
+        around = owner if isinstance(inner, _CONTAINERS) or "base_layer" in inner._modules else inner
         queue += [(f"{name}.{n}".lstrip("."), m, around) for n, m in inner._modules.items() if m is not None]

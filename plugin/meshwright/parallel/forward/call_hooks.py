@@ -16,6 +16,7 @@ from meshwright.parallel.foreign_hooks import origin
 from meshwright.parallel.forward.split_forward import count_micro_batches
 from meshwright.parallel.method_chain import BatchStep, ChainStep, StepOrder
 from meshwright.plan.config import ParallelPlan
+from meshwright.temporarily import temporarily
 
 
 class WrapperCall(ChainStep):
@@ -24,11 +25,12 @@ class WrapperCall(ChainStep):
     order = StepOrder.CALL_HOOKS
 
     def __init__(self) -> None:
-        self.first = RemovableHandle.next_id
+        self.first, self.is_running = RemovableHandle.next_id, False
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         self.first = RemovableHandle.next_id  # the numbers of hooks ascend
-        return self.method(*args, **kwargs)
+        with temporarily(self, is_running=True):
+            return self.method(*args, **kwargs)
 
 
 class RefusesCallHooks(BatchStep):
@@ -52,7 +54,7 @@ class RefusesCallHooks(BatchStep):
         for name, module in self.modules:
             hooks = module._forward_pre_hooks
             last = next(reversed(hooks), -1)
-            if last >= self.call.first and not origin(hooks[last]).startswith("meshwright"):
+            if last >= self.call.first and _is_of_call(hooks[last], self.call.is_running):
                 self._check(name, hooks[last], self.batch_of(args, kwargs))
                 break
         return self.method(*args, **kwargs)
@@ -71,3 +73,9 @@ class RefusesCallHooks(BatchStep):
             f"{name} has a hook for this call alone ({origin(hook)}), made for the whole rows of the batch, as aLoRA's "
             f"is, but {part}, so it would act on other tokens than on one device. Use ParallelPlan({cure})"
         )
+
+
+def _is_of_call(hook: object, is_running: bool) -> bool:
+    """Return whether a hook is of one call. Outside of the wrapper's forward, as in its generate, only its own are."""
+    library = origin(hook).partition(".")[0]
+    return library == "peft" or (is_running and library != "meshwright")

@@ -118,6 +118,7 @@ class HookedModules:
                 self._watched.add(name)
                 module.register_forward_hook(functools.partial(_watch, self, name), prepend=True)
         if self.whole is not None:
+            self.whole.kept = self.add_output if self.is_split and not self.is_staged else None
             for name, module in self._modules:
                 self.whole.take(name, module)
 
@@ -139,6 +140,12 @@ class HookedModules:
         if torch.is_grad_enabled() and not in_backward():
             found = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
             self._outputs.setdefault(name, []).append([weakref.ref(x) for x in found])
+
+    def add_output(self, name: str, output: object) -> None:
+        """Take what a hook sees of an output that :meth:`take_output` has taken in part."""
+        if (of_calls := self._outputs.get(name)) and not in_backward():
+            found = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
+            of_calls[-1] += map(weakref.ref, found)
 
 
 def _watch(hooked: HookedModules, name: str, module: nn.Module, args: object, output: object) -> object:

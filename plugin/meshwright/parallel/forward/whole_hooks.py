@@ -48,7 +48,9 @@ class WholeHooks:
         of_tokens = {module for part in parts for module in part.modules()} if region is not None else set()
         self.modules = (self.entries | of_tokens | self.inside) - set(structure.embeddings)
         self._blocks = {block.module for block in structure.blocks}
+        self.head, self._has_told = structure.head, False
         self._places: dict[str, str] = {}
+        self.kept: Callable[[str, object], None] | None = None  # takes what hooks see of outputs
 
     @property
     def statements(self) -> tuple[Statement, ...]:
@@ -70,10 +72,15 @@ class WholeHooks:
         Raises:
             PlanError: if they are on a module inside of a block.
         """
-        if module not in self.modules:
+        self._places.pop(name, None)
+        if module not in self.modules and module is not self.head:
             return
         for hooks, key, kind in _hooks_of(module):
-            if not is_foreign(hooks[key]):
+            hook = getattr(hooks[key], "of_program", hooks[key])
+            if not is_foreign(hook):
+                continue
+            if hook is not hooks[key] or module is self.head:  # it has whole values, which the ranks make together
+                self._places[name] = f"{self._places.get(name, '')} {source_of(hook)}".strip()
                 continue
             if module in self.inside or kind is _Legacy:
                 raise PlanError(
@@ -81,7 +88,8 @@ class WholeHooks:
                     "the plan has cut the module over tp. Register it before to_distributed, which then keeps the "
                     "block around it whole, with register_full_backward_hook for gradients; or use ParallelPlan(tp=1)"
                 )
-            if not self._places and is_first_rank() and self.region is not None:
+            if not self._has_told and is_first_rank() and self.region is not None:
+                self._has_told = True
                 logger.info(
                     "the hook on %s (%s), and any others in the layers, get all tokens: each call of a hook gathers "
                     "what its module gets and returns over the %d ranks of tp, in forward and in backward",
@@ -124,6 +132,7 @@ class _WholeHook:
 
     def __init__(self, hooks: WholeHooks, hook: Hook, name: str, *, is_entry: bool, is_block: bool):
         self.hooks, self.hook, self.name, self.is_entry, self.is_block = hooks, hook, name, is_entry, is_block
+        self.of_program = hook
 
     def __call__(self, module: nn.Module, *given: Any) -> Any:
         resume = pause_compiling()
@@ -135,11 +144,11 @@ class _WholeHook:
     def run(self, module: nn.Module, *given: Any) -> Any:
         raise NotImplementedError
 
-    def _require_known(self, given: Any) -> None:
+    def _require_known(self, given: Any, *, is_input: bool = False) -> None:
         """Raise if a hook gets an activation of which it is not known how ranks share it."""
         region = self.hooks.region
         tensors = [x for x in tree_leaves(given) if isinstance(x, Tensor) and x.is_floating_point()]
-        is_of_heads = self.is_block and any(x.ndim > 3 for x in tensors)
+        is_of_heads = self.is_block and not is_input and any(x.ndim > 3 for x in tensors)  # masks are inputs
         if is_of_heads or (region is not None and region.is_open() and tensors and not any(map(_is_hidden, tensors))):
             shapes = ", ".join(str(tuple(x.shape)) for x in tensors)
             raise PlanError(
@@ -151,7 +160,7 @@ class _WholeHook:
 
 class _PreHook(_WholeHook):
     def run(self, module: nn.Module, *given: Any) -> Any:
-        self._require_known(given)
+        self._require_known(given, is_input=True)
         if not self.hooks.has_parts(given):
             return self.hook(module, *given)
         whole = self.hooks.whole(given)
@@ -167,6 +176,8 @@ class _ForwardHook(_WholeHook):
         if not self.hooks.has_parts(given):
             return self.hook(module, *given)
         whole = self.hooks.whole(given)
+        if self.hooks.kept is not None:
+            self.hooks.kept(self.name, whole[-1])
         result = self.hook(module, *whole)
         if not self.hooks.has_parts(given[-1]):
             return result

@@ -39,7 +39,8 @@ class Values:
         """Return values of a normal distribution."""
         size = torch.Size(shape).numel()
         drawn = torch.randn(min(size, _PERIOD), generator=self._draws, dtype=torch.float64)
-        return drawn.repeat(-(-size // _PERIOD) or 1)[:size].view(shape).to(self.device, self.dtype)
+        drawn = drawn.to(self.device, self.dtype)
+        return drawn.repeat(-(-size // _PERIOD) or 1)[:size].view(shape)
 
     def weight(self, like: Tensor) -> nn.Parameter:
         """Return a parameter of the size of a weight: a matrix that keeps the size of its input, or a vector near 1."""

@@ -25,6 +25,7 @@ from meshwright.roles import ShardingPlan
 
 # Stock norms compute in float32 inside of a pass in float64, so sums in another order differ by some of its roundings.
 _IN_FLOAT32 = 128 * torch.finfo(torch.float32).eps
+_LARGE = 2**28  # parameters, of which a trial holds about three copies
 _ROUNDINGS = 8  # of a narrower dtype, for a module that runs in no other
 _ZERO = 1e-3  # a gradient so much smaller than the largest may be a rounding of zero, as that of a key's bias
 _DROPOUTS = (F.dropout, F.alpha_dropout, F.feature_alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d, torch.dropout)
@@ -66,7 +67,9 @@ def differs(part: Part, plan: ShardingPlan, mesh: Mesh, device: torch.device, *,
     assert mesh.tp.group is not None
     root = _decoder_of({**part.beside, **part.modules})
     failure = ""
-    for dtype in dict.fromkeys((torch.float64, part.dtype)):
+    size = sum(p.numel() for module in part.modules.values() for p in module.parameters())
+    wide = torch.float64 if size < _LARGE else torch.float32  # the tolerance is that of float32's roundings
+    for dtype in dict.fromkeys((wide, part.dtype)):
         group: Any = WatchedGroup(mesh.tp.group)
         watched = replace(mesh, tp=replace(mesh.tp, group=group))
         with untouched(root, device), _WithoutDropout(), torch.enable_grad():
@@ -74,6 +77,7 @@ def differs(part: Part, plan: ShardingPlan, mesh: Mesh, device: torch.device, *,
             whole, error = attempt(trial.whole)
             if not group.agree("run whole", is_well=whole is not None):
                 failure = f"it cannot be run on random values ({_said(error)})"
+                error = None  # its frames hold the tensors of the run
                 continue
             assert whole is not None
             try:
@@ -209,5 +213,10 @@ class _WithoutDropout(TorchFunctionMode):
         if func in _DROPOUTS:
             return args[0] if args else kwargs["input"]
         if func is F.scaled_dot_product_attention:
-            args, kwargs = args[:4] + args[5:], {**kwargs, "dropout_p": 0.0}
+            if len(args) > 4:
+                args = (*args[:4], 0.0, *args[5:])
+            else:
+                kwargs = {**kwargs, "dropout_p": 0.0}
+        if func is F.multi_head_attention_forward:  # it drops out by itself
+            kwargs = {**kwargs, "training": False}
         return func(*args, **kwargs)

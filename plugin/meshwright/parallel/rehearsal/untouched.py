@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import random
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 
 import torch
@@ -11,6 +13,7 @@ from torch import nn
 
 from meshwright.parallel.foreign_hooks import is_foreign
 
+_KINDS = (dict, OrderedDict, defaultdict, set, list)  # plain containers; others may refuse to be filled again
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -48,4 +51,4 @@ def untouched(root: nn.Module, device: torch.device) -> Iterator[None]:
 
 def _contents(module: nn.Module) -> list[tuple[dict | set | list, dict | set | list]]:  # type: ignore[type-arg]
     """Return the containers that a module holds, each with a copy, since handles of hooks refer to the containers."""
-    return [(x, type(x)(x)) for x in vars(module).values() if isinstance(x, dict | set | list)]
+    return [(x, copy.copy(x)) for x in vars(module).values() if type(x) in _KINDS]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from meshwright.parallel.shards.stand_in import StandIn, become
@@ -31,10 +32,16 @@ class OwnedParameter:
     def __init__(self, parameter: nn.Parameter, whole: nn.Parameter):
         self.whole, self._kind = whole, type(parameter)
         self.stepped = parameter if _is_ours(self._kind) else whole
+        # An assignment of another dtype or device to .data makes torch drop the node that hooks of the program know.
+        self._swaps = (whole.dtype, whole.device) != (parameter.dtype, parameter.device)
         self._data: Tensor = parameter.data
         self._gradient = parameter.grad
-        if self.stepped is parameter:
-            become(parameter, nn.Parameter)
+        if self.stepped is not parameter:
+            return
+        become(parameter, nn.Parameter)
+        if self._swaps:
+            torch._C._swap_tensor_impl(parameter, whole)
+        else:
             parameter.grad = None
             parameter.data = whole.data
             parameter.grad = whole.grad
@@ -44,9 +51,13 @@ class OwnedParameter:
         """Give the whole parameter what was made of its values, and the model's parameter what it had."""
         if self.stepped is self.whole:
             return
-        self.whole.data, self.stepped.grad = self.stepped.data, None
-        self.stepped.data = self._data
-        self.stepped.grad = self._gradient
+        if self._swaps:
+            torch._C._swap_tensor_impl(self.stepped, self.whole)
+            self.whole.grad = None
+        else:
+            self.whole.data, self.stepped.grad = self.stepped.data, None
+            self.stepped.data = self._data
+            self.stepped.grad = self._gradient
         become(self.stepped, self._kind)
 
 
