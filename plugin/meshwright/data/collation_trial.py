@@ -287,7 +287,8 @@ def _copied_function(collate: Collate) -> Collate:
             if id(x) not in shared and not isinstance(x, type | ModuleType | int | float | str)
             for part in parts_of(x)
         ]
-    return _copied(collate, shared)
+    copied: Collate = _copied(collate, shared)
+    return copied
 
 
 def _is_large(x: object) -> bool:

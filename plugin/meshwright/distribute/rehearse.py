@@ -89,7 +89,7 @@ def _hooked_inside(structure: DecoderStructure, brought: list[list[str]]) -> lis
             own[source_of(hooks[0])] = [*own.get(source_of(hooks[0]), ()), *block.names]
     text = json.dumps([every, routed, brought, own]) if every or routed or brought or own else ""
     said = [json.loads(text or '["", "", [], {}]') for text in texts_of_all(text)]
-    of_ranks = [{tuple(one) for one in theirs} for _, _, theirs, _ in said]
+    of_ranks: list[set[tuple[str, ...]]] = [{tuple(one) for one in theirs} for _, _, theirs, _ in said]
     if differing := sorted(set.union(*of_ranks) - set.intersection(*of_ranks)):
         raise PlanError(
             f"{differing[0][0]} ({differing[0][1]}) is not the same on all ranks, and each rank runs a part of it. "
