@@ -90,7 +90,8 @@ def _hooked_inside(structure: DecoderStructure, brought: list[list[str]]) -> lis
     text = json.dumps([every, routed, brought, own]) if every or routed or brought or own else ""
     said = [json.loads(text or '["", "", [], {}]') for text in texts_of_all(text)]
     of_ranks: list[set[tuple[str, ...]]] = [{tuple(one) for one in theirs} for _, _, theirs, _ in said]
-    if differing := sorted(set.union(*of_ranks) - set.intersection(*of_ranks)):
+    every_one = {one for theirs in of_ranks for one in theirs}
+    if differing := sorted(one for one in every_one if not all(one in theirs for theirs in of_ranks)):
         raise PlanError(
             f"{differing[0][0]} ({differing[0][1]}) is not the same on all ranks, and each rank runs a part of it. "
             "Change it on all ranks alike, or use ParallelPlan(tp=1)"
