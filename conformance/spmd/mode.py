@@ -113,8 +113,10 @@ class TypeMode(TorchFunctionMode):
         for name, module in model.named_modules():
             label = name or type(model).__name__
             enter = lambda _, __, label=label: self._modules.append(label)  # noqa: E731
+            leave = lambda *_: self._modules.pop() and None  # noqa: E731
+            enter.watches_parts = leave.watches_parts = True
             handles.append(module.register_forward_pre_hook(enter, prepend=True))
-            handles.append(module.register_forward_hook(lambda *_: self._modules.pop() and None, always_call=True))
+            handles.append(module.register_forward_hook(leave, always_call=True))
         with contextlib.ExitStack() as stack:
             for owner, apply in (
                 (collectives._Collective, self._collective),

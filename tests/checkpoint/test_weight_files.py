@@ -23,6 +23,7 @@ from meshwright.checkpoint.one_device.safetensors_file import read_header, read_
 from meshwright.checkpoint.one_device.weight_files import WeightFiles
 from meshwright.layout.row_layout import RowLayout
 from meshwright.layout.tensor_layout import TensorLayout
+from meshwright.parallel.shards.reads import own_nbytes
 from support.construction import HOWS, PLANS, assert_equal, distribute, make, write_checkpoint
 from support.models import tokens
 from support.tiers import crossings
@@ -91,7 +92,7 @@ def bytes_read(path: Path) -> tuple[int, int]:
     model = make(how="meta", **sizes)
     before = count()
     model = distribute(model, tp=2, weights=path)
-    return count() - before, sum(p.nbytes for p in model.parameters())
+    return count() - before, sum(map(own_nbytes, model.parameters()))
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/io"), reason="counts the bytes by Linux's own account")

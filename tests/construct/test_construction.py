@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import meshwright as mw
 from meshwright.construct.deferred_init import recipe_of
+from meshwright.parallel.shards.reads import own_nbytes
 from support.construction import HOWS, PLANS, assert_equal, distribute, make, write_checkpoint
 from support.logs import logged
 from support.models import FAMILIES, SIZES, labels_for, tokens
@@ -308,7 +309,7 @@ def peak_increase(how: str, path: Path | None) -> tuple[int, int]:
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
     before = status("VmRSS")
     model = distribute(make(how=how, **WIDE), tp=2, weights=path)
-    return status("VmHWM") - before, sum(p.nbytes for p in model.parameters())
+    return status("VmHWM") - before, sum(map(own_nbytes, model.parameters()))
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="measures by Linux's own account")

@@ -96,6 +96,9 @@ def test_a_scaler_of_whole_gradients_works(kind: type, pool2: Any) -> None:
 def test_a_programs_own_scaler_of_parts_is_named(plan: dict[str, Any], pool2: Any) -> None:
     """Only the rank that has the row skips the step; with torch's scaler all do (tests/optim/test_grad_scaler.py)."""
     for kind, message in pool2.run_expecting_error(train_with_a_scaler, plan, OwnScaler):
+        if plan.get("zero_stage"):  # a rank has the gradients in slices, which the scaler cannot read
+            assert kind == "UnreadableTensorError" and "read with meshwright.full_gradients(model)" in message
+            continue
         assert kind in ("DivergenceError", "PeerFailedError"), message
         assert "looks for infinite gradients in a way of its own" in message and "Use torch.amp.GradScaler" in message
 

@@ -179,7 +179,7 @@ def weights_and_wrappers(plan: dict[str, Any], directory: str) -> Any:
         logits = model.eval()(**batch).logits
         assert accelerate.unwrap_model(model) is model
         accelerate.unwrap_model(model, keep_fp32_wrapper=False)
-        assert model.forward == forward
+        assert "forward" not in vars(model) or model.forward.__wrapped__ == forward
         assert len(accelerate._models) == len(accelerate._optimizers) == 1
         return state, logits.dtype, model(**batch).logits.dtype, len(batch["labels"])
 

@@ -26,6 +26,7 @@ import meshwright as mw
 import meshwright_hf
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel.gradients.buckets import Bucket
+from meshwright.parallel.shards.reads import own_shape
 from support.exact import Float64, relative_difference
 from support.models import build, labels_for, tokens
 from support.parity import crossed
@@ -211,7 +212,7 @@ def traffic_of(path: str, asked: dict[str, int], take_over: str | None) -> tuple
         "by transformers": model.is_distributed_loading_by_transformers,
         "config": getattr(model.config, "distributed_config", None) is not None,
         "ours": isinstance(vars(model).get("_meshwright"), Runtime),
-        "rows of q": model.model.layers[0].self_attn.q_proj.weight.shape[0],
+        "rows of q": own_shape(model.model.layers[0].self_attn.q_proj.weight)[0],
     }
     return dict(traffic.calls), said
 

@@ -173,7 +173,7 @@ Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
     ("what", "kind", "said"),
     [
         ("on the way", "not quantised", "PlanError: .*bitsandbytes would quantise as they are loaded.*save_pretrained"),
-        ("torchao", "not quantised", "PlanError: .*quantised by torchao.*without them"),
+        ("torchao", "not quantised", "PlanError: .*quantised by torchao.*Load it whole on each rank"),
         ("text", "nf4", rf"CheckpointError: .*{Q_PROJ} is packed in the model, but has no .*bitsandbytes__"),
         ("absmax", "nf4", rf"CheckpointError: .*{Q_PROJ}.*is packed in the model, but has the shape"),
         ("storage", "nf4 in bfloat16", r"CheckpointError: .*quantised to torch.bfloat16 in the checkpoint"),

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from typer.testing import CliRunner
 
 import meshwright as mw
+from meshwright.checkpoint.files import staged_folder
 from meshwright.checkpoint.sealed.seal import Seal
 from meshwright.checkpoint.sealed.sealed_folder import check_seal
 from meshwright.cli import app
@@ -378,11 +380,11 @@ def test_in_a_scheduler_s_job_the_stock_callback_does_not_take_the_signal(monkey
 def best_on_own_disk(folder: Path) -> str:
     own = folder / str(dist.get_rank())
     options: dict[str, Any] = {**SAVING, "eval_strategy": "steps", "eval_steps": 3, "load_best_model_at_end": True}
-    with pytest.raises(mw.CheckpointError) as error:
+    with pytest.raises(mw.CheckpointError) as error, mock.patch.object(staged_folder, "LATE", 0.2):
         run_trainer(own, {"dp": 2}, evaluated=4, gradient_accumulation_steps=1, **options)
     return str(error.value)
 
 
 def test_a_best_model_on_the_disk_of_one_host_names_the_folder(pool2: Any, tmp_path: Path) -> None:
     for message in pool2.run(best_on_own_disk, tmp_path, timeout=200):
-        assert re.search(r"the best checkpoint \S+ is not on host .* set TrainingArguments\(output_dir=", message)
+        assert re.search(r"this rank did not see \S+ within .*all hosts must save to one shared file system", message)

@@ -387,18 +387,10 @@ def norm_heads(block: nn.Module) -> None:
     block.attn.q_norm, block.attn.v_norm = nn.RMSNorm(4), nn.RMSNorm(4, elementwise_affine=False)
 
 
-def use_wide_norm() -> None:
-    model = decoder_with(norm_heads)
-    model, _, _ = mw.to_distributed(model, config=mw.ToDistributedConfig(plan=mw.ParallelPlan(tp=2)))
-    model.get_submodule("blocks.0.attn.v_norm")(torch.ones(2, 16))
-
-
-def test_a_norm_without_weights_is_taken_for_one_of_heads_beside_such_a_norm(pool2: Any) -> None:
+def test_a_norm_without_weights_is_taken_for_one_of_heads_beside_such_a_norm() -> None:
     model = decoder_with(norm_heads)
     found = describe(model, plan_for(model), tp=2, sequence_parallel=True)
     assert not found.whole and "blocks.0.attn" in {block.name for block in found.blocks}
-    for kind, message in pool2.run_expecting_error(use_wide_norm):
-        assert kind == "PlanError" and "blocks.0.attn norms 16 channels, but a head has 4" in message
 
 
 def flat_model_with_a_learned_bias() -> None:
@@ -435,13 +427,15 @@ class UncalledBlock(FlatLayer):
         return x + self.attn.forward(x)
 
 
-def run_small(change: Any) -> None:
+def run_small(change: Any, tp: int = 2) -> float:
     torch.manual_seed(0)
     model = OwnDecoder() if change in (use_uncalled_projection, add_residual) else FlatDecoder()
     for block in model.blocks:
         change(block)
-    model, _, _ = mw.to_distributed(model, config=mw.ToDistributedConfig(plan=mw.ParallelPlan(tp=2)))
-    model(tokens(2, 4), labels=tokens(2, 4))
+    if tp > 1:
+        model, _, _ = mw.to_distributed(model, config=mw.ToDistributedConfig(plan=mw.ParallelPlan(tp=tp)))
+    loss: Tensor = model(tokens(2, 4), labels=tokens(2, 4)).loss
+    return loss.item()
 
 
 def use_uncalled_projection(block: nn.Module) -> None:
@@ -471,18 +465,15 @@ def drop_layers(block: nn.Module) -> None:
     block.layerdrop = 0.1
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "says"),
-    [
-        (use_uncalled_projection, "PlanError", "blocks.0.ff ran without calling its output projection as a module"),
-        (use_uncalled_block, "UnreadableTensorError", "call the module that owns the weight"),
-        (add_residual, "PlanError", "blocks.0.ff adds its input to its output"),
-        (drop_layers, "PlanError", "blocks.0 skips layers at random (layerdrop=0.1)"),
-    ],
-)
-def test_what_would_miss_a_reduction_is_refused(change: Any, error: str, says: str, pool2: Any) -> None:
-    for kind, message in pool2.run_expecting_error(run_small, change):
-        assert kind == error and says in message
+@pytest.mark.parametrize("change", [use_uncalled_projection, use_uncalled_block, add_residual])
+def test_what_would_miss_a_reduction_stays_whole(change: Any, pool2: Any) -> None:
+    """float32 sums in another order. A sum that is missing changes the loss by more than 1e-3."""
+    assert pool2.run(run_small, change) == pytest.approx([run_small(change, tp=1)] * 2, rel=1e-5)
+
+
+def test_what_skips_layers_at_random_is_refused(pool2: Any) -> None:
+    for kind, message in pool2.run_expecting_error(run_small, drop_layers):
+        assert kind == "PlanError" and "blocks.0 skips layers at random (layerdrop=0.1)" in message
 
 
 def test_what_shows_only_when_it_runs_is_refused_then(pool2: Any) -> None:

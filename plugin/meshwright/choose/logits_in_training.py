@@ -27,8 +27,8 @@ def logits_in_training(model: nn.Module, config: ToDistributedConfig) -> Logits:
         return "gathered"
     find = getattr(without_wrappers(model)[1], "get_output_embeddings", None)
     head = find() if callable(find) else None
-    # An adapter on the head, a hook that reads its output and an engine that gathers weights need whole logits.
-    is_whole = config.engine is not None or (
-        head is not None and (not DeferringHead.is_deferrable(head) or has_foreign_hooks(head, backward=True))
-    )
+    if head is not None and has_foreign_hooks(head, backward=True):
+        return "gathered"  # for the hook, also over the ranks of tp
+    # An adapter on the head and an engine that gathers weights need all logits of this rank.
+    is_whole = config.engine is not None or (head is not None and not DeferringHead.is_deferrable(head))
     return "sharded" if is_whole else "chunked"

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, get_worker_info
 
 from meshwright.data.collation import Collate
-from meshwright.data.collation_trial import TRIED, Finding, Trial
+from meshwright.data.collation_trial import TRIED, CollationTrial, RowsFinding
 from meshwright.data.global_batches import Share
 from meshwright.data.one_length import only_stacks
 from meshwright.data.random_states import RandomStates, seed_all
@@ -52,10 +52,10 @@ class BatchReading(Dataset[Any]):
         trial: what tries a batch.
     """
 
-    def __init__(self, dataset: Any, collate: Collate, own: Collate, trial: Trial):
+    def __init__(self, dataset: Any, collate: Collate, own: Collate, trial: CollationTrial):
         self.dataset, self._collate, self._own, self._trial = dataset, collate, own, trial
 
-    def __getitems__(self, request: Request) -> tuple[Any, Finding | None]:
+    def __getitems__(self, request: Request) -> tuple[Any, RowsFinding | None]:
         if request.way is Way.OWN:
             return self._own(self._read(request)), None
         if request.way is Way.WHOLE:

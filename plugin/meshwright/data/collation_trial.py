@@ -23,7 +23,7 @@ from meshwright.data.nested import digest
 from meshwright.data.one_length import KeepingSamples
 from meshwright.data.own_rows import own_rows
 from meshwright.data.random_states import RandomStates, parts_of
-from meshwright.data.row_comparison import Comparison, compare
+from meshwright.data.row_comparison import RowComparison, compare
 from meshwright.errors import PlanError
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.batch.items import BatchFormat
@@ -56,7 +56,7 @@ _IN_LOOP = "compute them in the training loop, from the rows of all ranks: x = m
 
 
 @dataclass(frozen=True)
-class Finding:
+class RowsFinding:
     """What a trial has shown.
 
     Args:
@@ -72,7 +72,7 @@ class Finding:
     shared: tuple[str, ...] = ()
 
 
-class Trial:
+class CollationTrial:
     """Collates a batch whole, and by the rows of each rank. It can be sent to the workers of a DataLoader.
 
     The user's own function runs once for the batch, as on one device; copies of it run for the ranks.
@@ -91,7 +91,7 @@ class Trial:
 
     def of(
         self, samples: Any, rows: int, before: RandomStates, again: Callable[[Share], Any] | None = None
-    ) -> tuple[Any, Finding]:
+    ) -> tuple[Any, RowsFinding]:
         """Return this rank's rows as they are collated alone, or None if that fails, and what was found.
 
         Args:
@@ -111,7 +111,7 @@ class Trial:
         is_drawn, after = not before.are_unchanged, before.now()
         shares = [self._share(rows, replace(self._dp, rank=rank)) for rank in range(self._dp.size)]
         has_all = all(share.counted and not share.is_replicated for share in shares)  # rows for each rank
-        found, alone = Comparison(), None
+        found, alone = RowComparison(), None
         try:
             read = [again(share) if again else kept[share.low : share.high] for share in shares]
             if has_all and not is_drawn:
@@ -126,11 +126,11 @@ class Trial:
             found.of_batch = [PARTS]
         after.restore()
         if is_drawn:
-            return alone, Finding(whole, DRAWS, is_drawn=True)
+            return alone, RowsFinding(whole, DRAWS, is_drawn=True)
         names = found.of_batch + found.of_rows
         verb = "depends" if len(names) == 1 else "depend"
         said = f"{', '.join(map(_place, names))} {verb} on all rows of the batch" if names else ""
-        return alone, Finding(whole if names else None, said, shared=(*found.fixed, *found.of_rows))
+        return alone, RowsFinding(whole if names else None, said, shared=(*found.fixed, *found.of_rows))
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class Trials:
     reads_whole: bool = False
     _told: tuple[Any, ...] = ()
 
-    def settle(self, alone: Any, finding: Finding, share: Share, rows: int, ranks: int) -> tuple[Any, Verdict]:
+    def settle(self, alone: Any, finding: RowsFinding, share: Share, rows: int, ranks: int) -> tuple[Any, Verdict]:
         """Return a rank's rows of a batch that was tried, and what follows for later ones.
 
         Args:
@@ -217,7 +217,7 @@ def _compared(
     shares: list[Share],
     *,
     is_changed: bool = False,
-) -> Comparison:
+) -> RowComparison:
     """Compare a batch with the rows of each rank.
 
     Args:
@@ -232,7 +232,7 @@ def _compared(
     if isinstance(samples, list) and any(
         digest(samples[share.low : share.high]) != digest(part) for share, part in zip(shares, read, strict=True)
     ):
-        return Comparison(of_batch=[READ])
+        return RowComparison(of_batch=[READ])
     parts = [(_copied_function(collate) if is_changed else collate)(_copied(part)) for part in read]
     return compare(_named(whole), [_named(part) for part in parts], [share.high - share.low for share in shares])
 

@@ -16,7 +16,7 @@ from meshwright.data.nested import SPARSE, digest, is_dense
 
 
 @dataclass
-class Comparison:
+class RowComparison:
     """What the parts of a batch have shown about its entries, by name.
 
     Args:
@@ -30,7 +30,7 @@ class Comparison:
     fixed: list[str] = field(default_factory=list)
 
 
-def compare(whole: object, parts: Sequence[object], sizes: Sequence[int]) -> Comparison:
+def compare(whole: object, parts: Sequence[object], sizes: Sequence[int]) -> RowComparison:
     """Compare a batch with its parts.
 
     Padding is no difference: the loader pads the ranks' rows to one length afterwards.
@@ -45,7 +45,7 @@ def compare(whole: object, parts: Sequence[object], sizes: Sequence[int]) -> Com
         >>> compare(rows - rows.mean(), [rows[:2] - 1.5, rows[2:] - 4.5], [2, 2]).of_batch
         ['batch']
     """
-    found = Comparison()
+    found = RowComparison()
     for name, x, of_parts in _paired(whole, list(parts), sizes, ""):
         _judge(name or "batch", x, of_parts, sizes, found)
     return found
@@ -71,7 +71,7 @@ def _has_row_lists(whole: Sequence[Any], parts: Sequence[Sequence[Any]], sizes: 
     return len(whole) == sum(sizes) and [len(part) for part in parts] == list(sizes)
 
 
-def _judge(name: str, whole: Any, parts: list[Any], sizes: Sequence[int], found: Comparison) -> None:
+def _judge(name: str, whole: Any, parts: list[Any], sizes: Sequence[int], found: RowComparison) -> None:
     if isinstance(whole, list | tuple) and all(isinstance(part, list | tuple) for part in parts):
         if _has_row_lists(whole, parts, sizes) and not _are_same_rows(whole, parts, sizes):
             found.of_batch.append(name)

@@ -22,8 +22,8 @@ from meshwright.errors import PlanError
 from meshwright.faults.together import texts_of_all
 from meshwright.mesh.axes import Mesh
 from meshwright.parallel.foreign_hooks import hooks_of, hooks_of_all_modules, is_foreign, source_of
-from meshwright.parallel.rehearsal.layer_calls import Values, calls_of
-from meshwright.parallel.rehearsal.trial import Part, differs
+from meshwright.parallel.rehearsal.layer_calls import RandomValues, calls_of
+from meshwright.parallel.rehearsal.trial import TriedPart, differs
 from meshwright.parallel.rehearsal.untouched import untouched
 from meshwright.parallel.tensor_parallel.structure import DecoderStructure
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
@@ -156,7 +156,7 @@ class _Rehearsal:
         for module in (*structure.embeddings, *heads):
             if not (own := self.brought.inside(module)):
                 continue
-            part = Part(
+            part = TriedPart(
                 modules={names[module]: module},
                 arguments=self._hidden_states if module in heads else self._words,
                 beside={names[structure.layers[0]]: nn.Identity()} | (self._embedding() if module in heads else {}),
@@ -167,10 +167,10 @@ class _Rehearsal:
                 roles = keep_whole(roles, self.decoder, (names[module],))
         return roles
 
-    def _words(self, values: Values) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _words(self, values: RandomValues) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (values.words(self.structure.embedding.num_embeddings, _ROWS, self._length),), {}
 
-    def _hidden_states(self, values: Values) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _hidden_states(self, values: RandomValues) -> tuple[tuple[Any, ...], dict[str, Any]]:
         assert self.structure.head is not None
         return (values.normal((_ROWS, self._length, in_features(self.structure.head))),), {}
 
@@ -211,7 +211,7 @@ class _Rehearsal:
         layer, name = layers[0], self.names[layers[0]]
         modules = {name: layer} | ({} if norm is None else {self.names[norm]: norm})
         dtype = next((p.dtype for p in layer.parameters() if p.is_floating_point()), torch.float32)
-        part = Part(modules=modules, arguments=lambda v: v.arguments(call), beside=self._embedding(), dtype=dtype)
+        part = TriedPart(modules=modules, arguments=lambda v: v.arguments(call), beside=self._embedding(), dtype=dtype)
         if not (why := self._differs(part, roles)):
             return []
         owners = self._owners(layer, name) | ({} if norm is None else {self.names[norm]: norm})
@@ -251,7 +251,7 @@ class _Rehearsal:
             found.setdefault(around, layer.get_submodule(inner))
         return found
 
-    def _differs(self, part: Part, roles: ShardingPlan) -> str | None:
+    def _differs(self, part: TriedPart, roles: ShardingPlan) -> str | None:
         """Return on every rank how the part differs on the first rank on which it does; None if it does on none."""
         is_cut = self.structure.is_sequence_parallel
         why = differs(part, roles, self.mesh, self.device, sequence_parallel=is_cut)

@@ -76,7 +76,12 @@ def is_of_program(hook: Callable[..., object]) -> bool:
 
 
 def is_foreign(hook: Callable[..., object]) -> bool:
-    """Return whether a hook is the program's own, and not one of the libraries around it."""
+    """Return whether a hook is the program's own, and not one of the libraries around it.
+
+    A tool that watches a rank's parts sets ``hook.watches_parts = True``; its hooks are left as they are.
+    """
+    if getattr(hook, "watches_parts", False):
+        return False
     return origin(hook).split(".")[0] not in _LIBRARIES
 
 

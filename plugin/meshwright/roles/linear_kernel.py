@@ -144,7 +144,8 @@ class _LinearNode(TensorFunction):
     @staticmethod
     def backward(ctx: Node, gradient: Tensor) -> tuple[Tensor | None, ...]:
         needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        (weight,) = ctx.saved_tensors
+        with torch._C.DisableTorchFunctionSubclass():
+            weight = ctx.saved_tensors[0].detach()  # this rank's part, whose shape is not that of the parameter
         of_input = ctx.kernel.input_gradient(gradient, ctx.kernel.of_dtype(weight, ctx.dtype)) if needs_input else None
         of_weight = ctx.take(gradient) if needs_weight and ctx.take is not None else None
         of_bias = gradient.flatten(0, -2).sum(0) if needs_bias else None

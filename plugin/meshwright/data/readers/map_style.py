@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from meshwright.data.batch_reading import BatchReading, Request, Way, WorkerStart, as_read, count_tried
 from meshwright.data.collation import Collate
-from meshwright.data.collation_trial import Finding, Trial, Trials
+from meshwright.data.collation_trial import CollationTrial, RowsFinding, Trials
 from meshwright.data.epoch_order import InOrder, Order
 from meshwright.data.fingerprint import fingerprint
 from meshwright.data.global_batches import Portion, Share, Sharing
@@ -79,7 +79,7 @@ class MapReader(Reader):
         self.identity = fingerprint(loader.dataset, has_numbers=True) if name is None else name
         self._user_loader, self._dp, self._share = loader, dp, share
         self._collate: Collate = KeepingSamples(loader.collate_fn) if keeps_samples else loader.collate_fn
-        self._trial = Trial(loader.collate_fn, dp, share, keeps_samples=keeps_samples)
+        self._trial = CollationTrial(loader.collate_fn, dp, share, keeps_samples=keeps_samples)
         self._trials = Trials(count_tried(loader, dp, draws), format)
         self._indices = _RankIndices(dp, share, self._sampling.exhaust, self._trials)
         self._generator = Generator()
@@ -229,14 +229,14 @@ class MapReader(Reader):
             )
         self._order = drawn
 
-    def _begin(self, draws: Draws) -> Iterator[tuple[Any, Finding | None]]:
+    def _begin(self, draws: Draws) -> Iterator[tuple[Any, RowsFinding | None]]:
         """Start to read from the position on, with the workers' seeds of one device if batches are read whole."""
         self._generator.manual_seed(draws.worker_seed % WORKER_SEEDS)
         loader = self._loader()
         self._start.seed = draws.worker_seed + (0 if self._trials.reads_whole else self._dp.rank)
         return iter(loader)
 
-    def _begin_again(self, draws: Draws, count: int) -> Iterator[tuple[Any, Finding | None]]:
+    def _begin_again(self, draws: Draws, count: int) -> Iterator[tuple[Any, RowsFinding | None]]:
         """Read whole batches from the position on, without the first ``count``, which were returned.
 
         Workers have read later batches by the rank's rows already. New ones read the first batches, too, since what

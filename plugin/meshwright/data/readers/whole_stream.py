@@ -13,7 +13,7 @@ from torch import Generator
 from torch.utils.data import DataLoader, Dataset
 
 from meshwright.data.batch_reading import After, WorkerStart, count_tried
-from meshwright.data.collation_trial import Trial, Trials, Verdict
+from meshwright.data.collation_trial import CollationTrial, Trials, Verdict
 from meshwright.data.fingerprint import fingerprint, outline
 from meshwright.data.global_batches import Portion, Sharing
 from meshwright.data.nested import digest, take_rows, why_no_batch
@@ -297,7 +297,7 @@ class _CollateShare:
         self._whole, self._own = collate, KeepingSamples(collate) if keeps_samples else collate
         self._share, self._has_digest = share, has_digest
         self._dp = Axis(dp.name, dp.size, dp.rank)  # a process group cannot be sent to a worker
-        self._trial, self._trials = Trial(collate, dp, share, keeps_samples=keeps_samples), trials
+        self._trial, self._trials = CollationTrial(collate, dp, share, keeps_samples=keeps_samples), trials
 
     def __call__(self, samples: list[Any]) -> tuple[int, Portion, Verdict | None]:
         """Return a digest of the samples, this rank's portion, and what follows from a trial, if there was one."""

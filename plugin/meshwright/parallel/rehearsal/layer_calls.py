@@ -15,7 +15,7 @@ from meshwright.parallel.fake_passes.fake_pass import run_without_values
 _PERIOD = 65521  # of the random values of a large tensor: a prime, so that no two of its rows are equal
 
 
-class Values:
+class RandomValues:
     """Draws random values that are equal on all ranks and leave torch's random state as it is.
 
     Args:

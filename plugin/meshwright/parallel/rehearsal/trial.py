@@ -16,7 +16,7 @@ from meshwright.layout.tensor_layout import layout_of
 from meshwright.mesh.axes import Axis, Mesh
 from meshwright.parallel.collectives import all_reduce
 from meshwright.parallel.dropout_streams import DropoutStreams
-from meshwright.parallel.rehearsal.layer_calls import Values
+from meshwright.parallel.rehearsal.layer_calls import RandomValues
 from meshwright.parallel.rehearsal.untouched import untouched
 from meshwright.parallel.rehearsal.watched_group import WatchedGroup
 from meshwright.parallel.tensor_parallel.apply import attach_shards, install_tensor_parallel, make_shards
@@ -31,11 +31,11 @@ _ZERO = 1e-3  # a gradient so much smaller than the largest may be a rounding of
 _DROPOUTS = (F.dropout, F.alpha_dropout, F.feature_alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d, torch.dropout)
 
 # Takes random values; returns the positional and keyword arguments of a module.
-Arguments = Callable[[Values], tuple[tuple[Any, ...], dict[str, Any]]]
+Arguments = Callable[[RandomValues], tuple[tuple[Any, ...], dict[str, Any]]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class TriedPart:
     """A part of a decoder that is tried.
 
     Args:
@@ -51,7 +51,9 @@ class Part:
     dtype: torch.dtype
 
 
-def differs(part: Part, plan: ShardingPlan, mesh: Mesh, device: torch.device, *, sequence_parallel: bool) -> str | None:
+def differs(
+    part: TriedPart, plan: ShardingPlan, mesh: Mesh, device: torch.device, *, sequence_parallel: bool
+) -> str | None:
     """Return how a part of a decoder computes something else over the ranks of tp than whole; None if it does not.
 
     The part runs in float64, or in its own dtype if that fails. Every rank of tp must make the call. If one fails, each
@@ -73,7 +75,7 @@ def differs(part: Part, plan: ShardingPlan, mesh: Mesh, device: torch.device, *,
         group: Any = WatchedGroup(mesh.tp.group)
         watched = replace(mesh, tp=replace(mesh.tp, group=group))
         with untouched(root, device), _WithoutDropout(), torch.enable_grad():
-            trial = _Trial(part, root, watched, Values(dtype, device))
+            trial = _Trial(part, root, watched, RandomValues(dtype, device))
             whole, error = attempt(trial.whole)
             if not group.agree("run whole", is_well=whole is not None):
                 failure = f"it cannot be run on random values ({_said(error)})"
@@ -101,7 +103,7 @@ class _Result:
 class _Trial:
     """The runs of a part in one dtype, on parameters and buffers that take the places of the program's."""
 
-    def __init__(self, part: Part, root: nn.Module, mesh: Mesh, values: Values):
+    def __init__(self, part: TriedPart, root: nn.Module, mesh: Mesh, values: RandomValues):
         self.part, self.root, self.mesh, self.values = part, root, mesh, values
         places: list[tuple[Any, Callable[[Tensor], Tensor]]] = [
             (module._parameters, values.weight) for module in root.modules()
