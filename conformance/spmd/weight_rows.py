@@ -85,6 +85,7 @@ class _Followed(TorchFunctionMode):
             self._names[numbers] = name
             return numbers
 
+        replace.watches_parts = True  # type: ignore[attr-defined]
         return replace
 
     def __torch_function__(

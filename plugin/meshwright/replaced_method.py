@@ -1,11 +1,12 @@
 """Puts a function in the place of a method of one object, so that it still looks like the method.
 
-Other libraries take methods apart: they read ``module.forward.__func__``, follow ``__wrapped__``, or inspect the
-signature. So what replaces a method is a bound method itself.
+Other libraries take methods apart: they read ``module.forward.__func__``, or inspect the signature. So what replaces a
+method is a bound method itself. It has no ``__wrapped__``, by which accelerate's ``unwrap_model`` would go past it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable
@@ -31,16 +32,15 @@ def replace_method(owner: object, name: str, function: Callable[..., Any]) -> No
         ('HELLO YOU', ['name'])
     """
     method = getattr(owner, name)
-    if getattr(method, "__self__", None) is owner and hasattr(method, "__func__"):
-        functools.update_wrapper(function, method.__func__)
-    else:  # a function that the program has set, or what another object has under this name
-        functools.update_wrapper(function, method)
-        try:
-            signature = inspect.signature(method)
-        except ValueError:  # a builtin has none
-            pass
-        else:
+    is_own = getattr(method, "__self__", None) is owner and hasattr(method, "__func__")
+    replaced = method.__func__ if is_own else method  # a function that the program has set, or of another object
+    functools.update_wrapper(function, replaced)
+    del function.__wrapped__  # type: ignore[attr-defined]
+    with contextlib.suppress(ValueError):  # a builtin has no signature
+        signature = inspect.signature(replaced)
+        if not is_own:
             first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
             own = [x for x in signature.parameters.values() if x.name != "self"]
-            vars(function)["__signature__"] = signature.replace(parameters=[first, *own])
+            signature = signature.replace(parameters=[first, *own])
+        vars(function)["__signature__"] = signature
     object.__setattr__(owner, name, MethodType(function, owner))

@@ -18,7 +18,7 @@ import meshwright as mw
 from meshwright.context.handed_states import HandedStates, hands_states
 from meshwright.context.linear_recurrences import FORMS, Chunks
 from meshwright.mesh.axes import Axis
-from meshwright.parallel.method_chain import add_step
+from meshwright.parallel.method_chain import add_step, find_chain
 from meshwright.parallel.sequence_parts import SequenceParts
 from meshwright.roles.blocks import mixers_of
 from meshwright.roles.blocks.mixer_kinds import MIXER_KINDS
@@ -100,8 +100,8 @@ def steps(plan: dict[str, Any]) -> list[set[str]]:
     found = []
     for model, owner in zip(models, (models[0], adapted, models[2]), strict=True):
         mw.to_distributed(owner, plan=plan)
-        chains = [vars(mixer)["forward"] for mixer in mixers_of(model).values()]
-        found.append({type(step).__name__ for chain in chains for step in chain.steps})
+        chains = [find_chain(mixer) for mixer in mixers_of(model).values()]
+        found.append({type(step).__name__ for chain in chains if chain is not None for step in chain.steps})
     return found
 
 

@@ -160,7 +160,8 @@ def test_whole_logits(is_hooked: bool, plan: str, dtype: torch.dtype) -> None:
     if is_hooked:
         model.lm_head.register_forward_hook(lambda module, args, output: None)  # reads the logits
     options = mw.ToDistributedConfig(gather_logits=not is_hooked)
-    assert (logits := logits_in_training(model, options)) == "gathered"
+    logits = logits_in_training(model, options)
+    assert logits == "gathered"
     trace = trace_step(model, mw.ParallelPlan(**PLANS[plan]), rows=ROWS, length=LENGTH, config=options)
     of = describe(config), candidate(plan)
     held = footprint(*of, seq_len=LENGTH, element_bytes=dtype.itemsize, cpu=True, logits=logits)

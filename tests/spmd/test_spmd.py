@@ -86,7 +86,9 @@ def test_nothing_is_found_in_the_stages_of_a_tied_model(plan: str) -> None:
 def test_a_fault_in_a_later_stage_and_an_unsummed_tie_are_named() -> None:
     def hooked() -> nn.Module:
         model: Any = build("gemma2", tie_word_embeddings=True).float()
-        model.model.layers[1].self_attn.o_proj.register_forward_hook(lambda module, args, output: output.tanh())
+        tanh = lambda module, args, output: output.tanh()  # noqa: E731
+        tanh.watches_parts = True  # type: ignore[attr-defined]
+        model.model.layers[1].self_attn.o_proj.register_forward_hook(tanh)
         return model
 
     with mock.patch.object(PipelineForward, "_sum_ties", lambda *_: None):
@@ -116,6 +118,7 @@ def shifted(self: HeadLayout) -> RowLayout:
 def with_hook(path: str, hook: Callable[..., Any]) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
         model = build("llama").float()
+        hook.watches_parts = True  # type: ignore[attr-defined]
         model.get_submodule(path).register_forward_hook(hook)
         return model
 

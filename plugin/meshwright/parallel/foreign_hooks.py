@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MethodType
 
 from torch import nn
 
@@ -82,7 +83,11 @@ def is_foreign(hook: Callable[..., object]) -> bool:
     """
     if getattr(hook, "watches_parts", False):
         return False
-    return origin(hook).split(".")[0] not in _LIBRARIES
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    owner = getattr(hook, "__self__", None)
+    of_object = isinstance(hook, MethodType) and not isinstance(owner, type)
+    return (type(owner).__module__ if of_object else origin(hook)).split(".")[0] not in _LIBRARIES
 
 
 def origin(hook: object) -> str:

@@ -42,7 +42,10 @@ class Brought:
     The answers are kept as long as the object, since a program may replace a class's methods at any time.
 
     Example:
-        >>> Brought().inside(nn.Sequential(nn.Linear(2, 2), nn.Softmax(-1)))
+        >>> class Halved(nn.Linear):
+        ...     def forward(self, x):
+        ...         return super().forward(x) / 2
+        >>> Brought().inside(nn.Sequential(nn.Linear(2, 2), Halved(2, 2)))
         ['1']
     """
 
