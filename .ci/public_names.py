@@ -18,6 +18,7 @@ def on_pre_build(*, config: Any) -> None:
     if missing := sorted(set(meshwright.__all__) - entries - PLACEMENTS - set(vars(errors))):
         raise PluginError(f"docs/api/ has no entry for {', '.join(missing)}")
     headings = Path(config.docs_dir, "errors.md").read_text().splitlines()
-    classes = {name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)}
+    found = {name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)}
+    classes = {name for name in found if not name.startswith("_")}
     if missing := sorted(name for name in classes if f"### {name}" not in headings):
         raise PluginError(f"docs/errors.md has no heading for {', '.join(missing)}")
