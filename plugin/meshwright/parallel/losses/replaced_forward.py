@@ -9,7 +9,7 @@ from torch import nn
 
 from meshwright.errors import PlanError, UnreadableTensorError
 from meshwright.parallel.batch.mean_over_ranks import GlobalMean
-from meshwright.parallel.method_chain import BatchStep, StepOrder, add_step
+from meshwright.parallel.method_chain import BatchStep, StepOrder, add_step, find_chain
 from meshwright.parallel.output_loss import loss_of
 
 
@@ -78,7 +78,8 @@ class CallsLossFunction(BatchStep):
 
 def replacement_of(model: nn.Module) -> str | None:
     """Return the name of a model's forward if it is not one that the package of a class of the model gave the class."""
-    method = inspect.unwrap(model.forward)
+    chain = find_chain(model)
+    method = inspect.unwrap(model.forward if chain is None else chain.method)
     function = inspect.unwrap(getattr(method, "__func__", method))
     if "labels" not in inspect.signature(function).parameters:
         return None
