@@ -5,10 +5,11 @@ They are those that other programs have had, or that a change could bring. A com
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,8 @@ from meshwright.checkpoint.one_device import whole_tensors
 from meshwright.layout.row_layout import RowLayout
 from meshwright.layout.tensor_layout import TensorLayout, layout_of
 from meshwright.mesh.axes import Axis, Mesh
-from meshwright.optim import gradients, thawing
+from meshwright.optim import elementwise, gradients, thawing
+from meshwright.optim.reads import Reads
 from meshwright.optim.zero.zero_optimizer import ReduceScatter
 from meshwright.parallel.autograd_graph import in_backward
 from meshwright.parallel.experts import dispatch as expert_dispatch
@@ -98,7 +100,8 @@ def _copies_over_dp() -> AbstractContextManager[object]:
     return mock.patch.object(gradients, "stepped_over", lambda layout, mesh: mesh.tokens)
 
 
-def _none_on_idle_ranks() -> AbstractContextManager[object]:
+@contextlib.contextmanager
+def _none_on_idle_ranks() -> Iterator[None]:
     step = torch.optim.AdamW.step
 
     def step_without_zeros(self: torch.optim.AdamW, *args: Any) -> object:
@@ -107,7 +110,12 @@ def _none_on_idle_ranks() -> AbstractContextManager[object]:
                 parameter.grad = None
         return step(self, *args)
 
-    return mock.patch.object(torch.optim.AdamW, "step", step_without_zeros)
+    with (
+        mock.patch.object(torch.optim.AdamW, "step", step_without_zeros),
+        mock.patch.object(elementwise, "is_known", lambda _: True),  # otherwise it would step whole parameters
+        mock.patch.object(elementwise, "reads_of", lambda own: [Reads.ELEMENT for _ in own.param_groups]),
+    ):
+        yield
 
 
 def _own_router_gradient() -> AbstractContextManager[object]:
