@@ -77,8 +77,7 @@ def take_apart(plan: str) -> set[str]:
         own, method = stock[part, name], getattr(part, name)
         assert inspect.ismethod(method) and method.__self__ is part and method.__name__ == own.__name__
         assert inspect.signature(method) == inspect.signature(own) and method.__doc__ == own.__doc__
-        inner = own.__func__ if own.__self__ is part else own  # PEFT's wrappers have methods of what they wrap
-        assert inspect.unwrap(method.__func__) == inspect.unwrap(inner)
+        assert not hasattr(method, "__wrapped__")  # by which accelerate's unwrap_model would go past it
     ids = torch.arange(8).view(2, 4)
     expected = model(input_ids=ids, labels=ids).loss
     decoder, calls = model.get_base_model(), []
