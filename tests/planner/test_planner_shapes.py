@@ -96,7 +96,7 @@ def test_the_families_that_were_compared_are_those_that_are_known() -> None:
     ("change", "said"),
     [
         ({"model_type": "own"}, "model_type='own' is unknown"),
-        ({"auto_map": {"AutoModelForCausalLM": "modeling.Own"}}, "names code of its own"),
+        ({"model_type": "own", "auto_map": {"AutoModelForCausalLM": "modeling.Own"}}, "names code of its own"),
     ],
 )
 def test_what_is_assumed_of_an_unknown_model_is_told(change: dict[str, Any], said: str) -> None:

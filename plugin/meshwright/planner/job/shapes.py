@@ -285,7 +285,7 @@ def describe(source: Any, *, name: str | None = None, architecture: str | None =
             "ToDistributedConfig(plan=ParallelPlan(...))"
         )
     found = {field: _field(config, field) for field in _ALIASES}
-    if family in _NO_WINDOW or not config.get("use_sliding_window", True):
+    if type(found["window"]) is int and (family in _NO_WINDOW or not config.get("use_sliding_window", True)):
         found["window"] = None  # the model's code ignores it
     missing = [_ALIASES[field][0] for field in ("layers", "hidden", "heads", "vocab") if found[field] is None]
     if found["ffn"] is None:
