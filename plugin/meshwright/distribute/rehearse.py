@@ -23,8 +23,7 @@ from meshwright.faults.together import texts_of_all
 from meshwright.mesh.axes import Mesh
 from meshwright.parallel.foreign_hooks import hooks_of, hooks_of_all_modules, is_foreign, source_of
 from meshwright.parallel.rehearsal.layer_calls import RandomValues, calls_of
-from meshwright.parallel.rehearsal.trial import TriedPart, differs
-from meshwright.parallel.rehearsal.untouched import untouched
+from meshwright.parallel.rehearsal.trial import TriedPart, differs, untouched
 from meshwright.parallel.tensor_parallel.structure import DecoderStructure
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.progress import is_first_rank

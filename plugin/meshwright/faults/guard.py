@@ -11,7 +11,6 @@ import itertools
 import json
 import os
 import re
-import secrets
 import socket
 import sys
 import threading
@@ -35,10 +34,9 @@ from meshwright.faults.group_timeouts import set_timeouts
 from meshwright.faults.hub_exchange import HubExchange
 from meshwright.faults.link import Link
 from meshwright.faults.referee_server import Hub
-from meshwright.faults.statement import Statement, differences
+from meshwright.faults.statement import Statement, what_differs
 from meshwright.faults.together import on_first_rank
 from meshwright.faults.wishes import Wishes
-from meshwright.mesh.listening import listening_address
 from meshwright.mesh.process_group import FOLLOWS, attempt_number, await_ranks, did_not_come
 from meshwright.mesh.siblings import end_sibling, this_process
 from meshwright.printable import tell
@@ -99,11 +97,8 @@ class Guard:
         self._end_with_child = exit_hooks.end_with_child(self)
 
     def _open_hub(self) -> tuple[str, int, str]:
-        """Start the hub; return the address by which the ranks reach it, and its token."""
-        host, token = listening_address(), secrets.token_hex(16)
-        world_size = dist.get_world_size()
-        self._hub = Hub(host, name=self.name, world_size=world_size, token=token, timeout=self.timeout)
-        return os.environ["MASTER_ADDR"] if host in ("::", "0.0.0.0") else host, self._hub.port, token
+        self._hub = Hub.open(name=self.name, world_size=dist.get_world_size(), timeout=self.timeout)
+        return self._hub.address
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Guard:
         return self  # a process has only one guard
@@ -176,8 +171,7 @@ class Guard:
             PeerFailedError: a rank is gone or did not come to the meeting in time.
         """
         ranks = tuple(dist.get_process_group_ranks(group))
-        finding = self._compare(place, ranks, *texts)
-        if finding is not None and not finding["together"]:
+        if (finding := self._compare(place, ranks, *texts)) is not None and not finding["together"]:
             raise self._diverged(ranks, finding)
         return finding is None
 
@@ -239,8 +233,7 @@ class Guard:
             return
         key = f"collective of group {group.group_name}"
         note = f"collective {self.trace.of(ranks).count} of these ranks, step {self.step}"
-        finding = self._ask(key, ranks, what, note=note)
-        if finding is not None:
+        if (finding := self._ask(key, ranks, what, note=note)) is not None:
             raise self._diverged(ranks, finding)
 
     def send(self, group: ProcessGroup, tensors: list[Tensor], to: int, tag: int) -> None:
@@ -410,12 +403,9 @@ class Guard:
     def _explain(self, place: str, ranks: tuple[int, ...], statements: tuple[Statement, ...]) -> list[str]:
         """Return lines that say what differs between the ranks, all of which must make this call."""
         everyone = self._exchange(ranks, [dict(statement.details()) for statement in statements])
-        lines: list[str] = []
-        for index, statement in enumerate(statements):
-            if found := differences({name: theirs[index] for name, theirs in everyone.items()}):
-                lines += [*found, *([statement.advice] if statement.advice else [])]
-        step = self._agreed.get((place, ranks))
-        last = None if step is None else f"They agreed for the last time in step {step}."
+        lines = what_differs(statements, everyone)
+        is_known = (step := self._agreed.get((place, ranks))) is not None
+        last = f"They agreed for the last time in step {step}." if is_known else None
         return [*lines, *filter(None, [self._first_difference(ranks), last])]
 
     def _first_difference(self, ranks: tuple[int, ...]) -> str | None:
@@ -473,9 +463,8 @@ class Guard:
     def _beat(self) -> dict[str, Any]:
         """Return what this rank is doing; called every second in the listening thread."""
         waits = main_thread.is_waiting()
-        status = f"step {self.step}, {self.trace.last()}"
-        if not waits and self.trace.age >= 1.0:
-            status = f"{status}, at {main_thread.place()}"
+        place = f", at {main_thread.place()}" if not waits and self.trace.age >= 1.0 else ""
+        status = f"step {self.step}, {self.trace.last()}{place}"
         return {"status": status, "waits_for": self.trace.ranks if waits else ()}
 
 

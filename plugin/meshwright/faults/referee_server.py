@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import os
 import secrets
 import threading
 import time
@@ -21,6 +22,7 @@ from typing import Any
 from meshwright.faults.hub_connection import Connection, line
 from meshwright.faults.meetings import Group
 from meshwright.faults.referee import Post, Referee
+from meshwright.mesh.listening import listening_address
 from meshwright.mesh.siblings import this_process
 from meshwright.printable import tell
 
@@ -65,6 +67,17 @@ class Hub:
         self.port: int = self._server.sockets[0].getsockname()[1]
         self._thread = threading.Thread(target=self._run, name="meshwright-hub", daemon=True)
         self._thread.start()
+        reached = os.environ["MASTER_ADDR"] if host in ("::", "0.0.0.0") else host
+        self.address = reached, self.port, token
+
+    @classmethod
+    def open(cls, *, name: str, world_size: int, timeout: float) -> Hub:
+        """Start a hub where the other hosts reach this one, with a token of its own.
+
+        ``address`` has what a rank needs to connect: host, port and token.
+        """
+        token = secrets.token_hex(16)
+        return cls(listening_address(), name=name, world_size=world_size, token=token, timeout=timeout)
 
     def _connection(self) -> Connection:
         return Connection(self._received, on_open=self._open, on_message=self._take, on_close=self._close)

@@ -35,6 +35,20 @@ class Statement:
         return all(map(self.are_close, values.values()))
 
 
+def what_differs(statements: Sequence[Statement], said: Mapping[str, Sequence[Mapping[str, str]]]) -> list[str]:
+    """Return the lines of a message about statements that differ, each with its advice.
+
+    Args:
+        statements: the statements of a meeting.
+        said: the details of each of them, by the rank's name.
+    """
+    lines: list[str] = []
+    for index, statement in enumerate(statements):
+        if found := differences({name: theirs[index] for name, theirs in said.items()}):
+            lines += [*found, *([statement.advice] if statement.advice else [])]
+    return lines
+
+
 def differences(said: Mapping[str, Mapping[str, str]]) -> list[str]:
     """Return a line for each subject on which the ranks differ.
 

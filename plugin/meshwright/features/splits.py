@@ -78,7 +78,7 @@ def watch_wrappers(build: Build) -> None:
     """Refuse hooks that a wrapper of the model adds in a call for whole rows, where the modules get parts of these."""
     if build.model is build.decoder or not (build.plan.cp > 1 or build.plan.has_micro_batches):
         return
-    call = WrapperCall()
+    call = WrapperCall(build.model)
     add_step(build.model, call)
     add_step(build.decoder, RefusesCallHooks(build.decoder, call, build.plan, build.runtime.mesh.tokens))
 

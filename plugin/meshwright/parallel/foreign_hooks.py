@@ -10,8 +10,7 @@ from types import MethodType
 
 from torch import nn
 
-# Hooks of these libraries are on every model, or only move and record tensors.
-_LIBRARIES = ("meshwright", "meshwright_hf", "torch", "transformers", "accelerate", "peft", "trl", "deepspeed")
+from meshwright.roles.brought import LIBRARIES
 
 
 def has_foreign_hooks(module: nn.Module, *, backward: bool = False) -> bool:
@@ -87,7 +86,7 @@ def is_foreign(hook: Callable[..., object]) -> bool:
         hook = hook.func
     owner = getattr(hook, "__self__", None)
     of_object = isinstance(hook, MethodType) and not isinstance(owner, type)
-    return (type(owner).__module__ if of_object else origin(hook)).split(".")[0] not in _LIBRARIES
+    return (type(owner).__module__ if of_object else origin(hook)).split(".")[0] not in LIBRARIES
 
 
 def origin(hook: object) -> str:

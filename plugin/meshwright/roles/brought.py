@@ -18,8 +18,9 @@ from torch import nn
 
 from meshwright.roles.linear_kernel import kernel_of
 
-_LIBRARIES = (
-    "meshwright", "meshwright_hf", "torch", "transformers", "peft", "accelerate", "deepspeed", "bitsandbytes",
+# What these put into a model is not the program's.
+LIBRARIES = (
+    "meshwright", "meshwright_hf", "torch", "transformers", "peft", "trl", "accelerate", "deepspeed", "bitsandbytes",
     "torchao",
 )  # fmt: skip
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict)
@@ -50,7 +51,7 @@ class Brought:
     """
 
     def __init__(self) -> None:
-        self._roots = {name: root for name in _LIBRARIES if (root := _root(name)) is not None}
+        self._roots = {name: root for name in LIBRARIES if (root := _root(name)) is not None}
         self._prefixes = tuple(self._roots.values())
         self._python = os.path.dirname(os.__file__) + os.sep
         self._stock: dict[type, bool] = {}

@@ -20,11 +20,16 @@ from meshwright.temporarily import temporarily
 
 
 class WrapperCall(ChainStep):
-    """A step of a wrapper's forward that notes which hooks there are before the wrapper adds its own."""
+    """A step of a wrapper's forward that notes which hooks there are before the wrapper adds its own.
+
+    Args:
+        wrapper: the wrapper.
+    """
 
     order = StepOrder.CALL_HOOKS
 
-    def __init__(self) -> None:
+    def __init__(self, wrapper: nn.Module) -> None:
+        self.library = _library(type(wrapper).__module__)
         self.first, self.is_running = RemovableHandle.next_id, False
 
     def __call__(self, *args: object, **kwargs: object) -> object:
@@ -54,10 +59,15 @@ class RefusesCallHooks(BatchStep):
         for name, module in self.modules:
             hooks = module._forward_pre_hooks
             last = next(reversed(hooks), -1)
-            if last >= self.call.first and _is_of_call(hooks[last], self.call.is_running):
+            if last >= self.call.first and self._is_of_call(hooks[last]):
                 self._check(name, hooks[last], self.batch_of(args, kwargs))
                 break
         return self.method(*args, **kwargs)
+
+    def _is_of_call(self, hook: object) -> bool:
+        """Return whether a hook is of one call: outside of the wrapper's forward, as in its generate, its own alone."""
+        library = _library(origin(hook))
+        return library == self.call.library or (self.call.is_running and library != "meshwright")
 
     def _check(self, name: str, hook: object, batch: dict[str, object]) -> None:
         schema = BatchSchema(batch)
@@ -75,7 +85,5 @@ class RefusesCallHooks(BatchStep):
         )
 
 
-def _is_of_call(hook: object, is_running: bool) -> bool:
-    """Return whether a hook is of one call. Outside of the wrapper's forward, as in its generate, only its own are."""
-    library = origin(hook).partition(".")[0]
-    return library == "peft" or (is_running and library != "meshwright")
+def _library(name: str) -> str:
+    return name.partition(".")[0]

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+import copy
+import random
+import zlib
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import AllreduceOptions, ProcessGroup, ReduceOp
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
+from meshwright.faults.interpose import COLLECTIVES, own_collectives
 from meshwright.faults.together import attempt
 from meshwright.layout.tensor_layout import layout_of
 from meshwright.mesh.axes import Axis, Mesh
+from meshwright.mesh.process_group import wire_device
 from meshwright.parallel.collectives import all_reduce
 from meshwright.parallel.dropout_streams import DropoutStreams
+from meshwright.parallel.foreign_hooks import is_foreign
 from meshwright.parallel.rehearsal.layer_calls import RandomValues
-from meshwright.parallel.rehearsal.untouched import untouched
-from meshwright.parallel.rehearsal.watched_group import WatchedGroup
 from meshwright.parallel.tensor_parallel.apply import attach_shards, install_tensor_parallel, make_shards
 from meshwright.parallel.tensor_parallel.structure import describe
 from meshwright.roles import ShardingPlan
@@ -222,3 +230,92 @@ class _WithoutDropout(TorchFunctionMode):
         if func is F.multi_head_attention_forward:  # it drops out by itself
             kwargs = {**kwargs, "training": False}
         return func(*args, **kwargs)
+
+
+_KINDS = (dict, OrderedDict, defaultdict, set, list)  # plain containers; others may refuse to be filled again
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+@contextlib.contextmanager
+def untouched(root: nn.Module, device: torch.device) -> Iterator[None]:
+    """Undo all that the context sets in modules, such as hooks and parameters, and leave out the program's own hooks.
+
+    The program's hooks do not run in the context: a hook may count its calls or keep what it sees. What a forward
+    writes into objects that are no modules, such as a global, is not undone.
+
+    Args:
+        root: the module around all modules that may change.
+        device: the device whose random state is kept.
+    """
+    modules = list(root.modules())
+    before = [(module, dict(vars(module)), _contents(module)) for module in modules]
+    of_python = random.getstate()
+    devices = [device] if device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices):
+            for module in modules:
+                for hooks in (vars(module)[name] for name in _HOOKS):
+                    for key in [key for key, hook in hooks.items() if is_foreign(hook)]:
+                        del hooks[key]
+            yield
+    finally:
+        random.setstate(of_python)
+        for module, own, contents in before:
+            vars(module).clear()
+            vars(module).update(own)
+            for held, values in contents:
+                held.clear()
+                held.update(values) if isinstance(held, dict | set) else held.extend(values)
+
+
+def _contents(module: nn.Module) -> list[tuple[dict | set | list, dict | set | list]]:  # type: ignore[type-arg]
+    """Return the containers that a module holds, each with a copy, since handles of hooks refer to the containers."""
+    return [(x, copy.copy(x)) for x in vars(module).values() if type(x) in _KINDS]
+
+
+class Stopped(Exception):
+    """Another rank has failed, or the ranks were about to call different collectives."""
+
+
+class WatchedGroup:
+    """Stands in place of a process group, whose ranks agree before each collective that all of them are well.
+
+    Args:
+        group: the process group.
+    """
+
+    def __init__(self, group: ProcessGroup):
+        self._group, self._device = group, wire_device(group=group)
+        self._is_stopped = False
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._group, name)
+        if name not in COLLECTIVES:
+            return method
+
+        def call(*args: Any) -> Any:
+            shapes = [(tuple(x.shape), x.dtype) for x in tree_leaves(args) if isinstance(x, Tensor)]
+            if not self.agree(f"{name} {shapes}"):
+                raise Stopped("another rank of tp failed")
+            return method(*args)
+
+        return call
+
+    @own_collectives()
+    def agree(self, what: str, *, is_well: bool = True) -> bool:
+        """Return on every rank whether all are well and about to do the same.
+
+        Args:
+            what: what this rank is about to do.
+            is_well: whether nothing has failed on this rank.
+        """
+        if self._is_stopped:
+            return False
+        number = zlib.crc32(what.encode())
+        said = torch.tensor([int(not is_well), number, -number], device=self._device)
+        options = AllreduceOptions()
+        options.reduceOp = ReduceOp.MAX  # type: ignore[assignment]  # as torch.distributed does
+        self._group.allreduce([said], options).wait()
+        failed, most, least = said.tolist()
+        self._is_stopped = bool(failed) or most != -least
+        return not self._is_stopped
