@@ -104,8 +104,10 @@ class HookedModules:
                 f"a hook on all modules of torch ({source_of(every[0])}) would see this rank's parts of activations, "
                 "since the plan cuts them over tp. Register it on the modules that it needs, before to_distributed"
             )
+        if self.whole is None and not (trains and (self._parted or self.is_split or self.is_staged)):
+            return
         hooks = sum(map(sum, self._tables))  # of their numbers, which torch gives once
-        if (hooks, trains) == self._hooks_seen or (self.whole is None and not trains):
+        if (hooks, trains) == self._hooks_seen:
             return
         self._hooks_seen = hooks, trains
         found = {name: module for name, module in self._modules if has_foreign_hooks(module)}
@@ -138,14 +140,16 @@ class HookedModules:
     def take_output(self, name: str, output: object) -> None:
         """Take what a module with hooks of the program returns in a micro-batch."""
         if torch.is_grad_enabled() and not in_backward():
-            found = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
-            self._outputs.setdefault(name, []).append([weakref.ref(x) for x in found])
+            self._outputs.setdefault(name, []).append(_with_graph(output))
 
     def add_output(self, name: str, output: object) -> None:
         """Take what a hook sees of an output that :meth:`take_output` has taken in part."""
         if (of_calls := self._outputs.get(name)) and not in_backward():
-            found = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
-            of_calls[-1] += map(weakref.ref, found)
+            of_calls[-1] += _with_graph(output)
+
+
+def _with_graph(output: object) -> list[weakref.ref[Tensor]]:
+    return [weakref.ref(x) for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
 
 
 def _watch(hooked: HookedModules, name: str, module: nn.Module, args: object, output: object) -> object:
