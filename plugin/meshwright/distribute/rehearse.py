@@ -7,6 +7,7 @@ runs on a few random tokens, forward and backward, whole and cut over the ranks 
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -134,8 +135,19 @@ class _Rehearsal:
     def __init__(self, decoder: nn.Module, structure: DecoderStructure, mesh: Mesh, device: torch.device):
         self.decoder, self.structure, self.mesh, self.device = decoder, structure, mesh, device
         self.brought = Brought()
-        self.names = {module: name for name, module in reversed(list(decoder.named_modules(remove_duplicate=False)))}
+        self._inside: dict[nn.Module, list[str]] = {}
         self._length = 2 * mesh.tp.size
+
+    @functools.cached_property
+    def names(self) -> dict[nn.Module, str]:
+        """The first name of each module."""
+        return {module: name for name, module in reversed(list(self.decoder.named_modules(remove_duplicate=False)))}
+
+    def inside(self, module: nn.Module) -> list[str]:
+        """Return the names of what the program brought into a module, in it."""
+        if module not in self._inside:
+            self._inside[module] = self.brought.inside(module)
+        return self._inside[module]
 
     def found(self) -> list[list[str]]:
         """Return what the program brought into the parts that are tried: its place, and its class and line."""
@@ -145,7 +157,7 @@ class _Rehearsal:
         return [
             [f"{self.names[module]}.{inner}".rstrip("."), self._source(module.get_submodule(inner))]
             for module in parts
-            for inner in self.brought.inside(module)
+            for inner in self.inside(module)
         ]
 
     def of_words(self, roles: ShardingPlan) -> ShardingPlan:
@@ -153,7 +165,7 @@ class _Rehearsal:
         structure, names = self.structure, self.names
         heads = () if structure.head is None else (structure.head,)
         for module in (*structure.embeddings, *heads):
-            if not (own := self.brought.inside(module)):
+            if not (own := self.inside(module)):
                 continue
             part = TriedPart(
                 modules={names[module]: module},
@@ -180,11 +192,11 @@ class _Rehearsal:
     def of_layers(self, roles: ShardingPlan) -> ShardingPlan:
         """Try a layer of each kind, and return the roles with the parts of layers whole that differ."""
         norm = self.structure.final_norm if self.structure.is_sequence_parallel else None
-        if norm is not None and not self.brought.inside(norm):
+        if norm is not None and not self.inside(norm):
             norm = None
         kinds: dict[object, list[nn.Module]] = {}
         for index, layer in enumerate(dict.fromkeys(self.structure.layers)):
-            if self.brought.inside(layer) or (norm is not None and not index):
+            if self.inside(layer) or (norm is not None and not index):
                 kinds.setdefault(_kind(layer, index), []).append(layer)
         if not kinds:
             return roles
@@ -244,7 +256,7 @@ class _Rehearsal:
         """
         blocks = [block.name for block in self.structure.blocks if f"{block.name}.".startswith(f"{name}.")]
         found: dict[str, nn.Module] = {}
-        for inner in filter(None, self.brought.inside(layer)):
+        for inner in filter(None, self.inside(layer)):
             full = f"{name}.{inner}"
             around = next((block for block in blocks if block != name and f"{full}.".startswith(f"{block}.")), full)
             found.setdefault(around, layer.get_submodule(inner))
