@@ -79,8 +79,12 @@ def batches(loader: Iterable[dict[str, Tensor]], steps: int) -> Iterator[dict[st
 
 
 def tensor_bytes(tensors: Iterable[Any]) -> int:
-    """Return the bytes of all tensors among the values; of a sharded tensor, this rank's bytes."""
-    return sum(tensor.nbytes for tensor in tensors if torch.is_tensor(tensor))
+    """Return the bytes that this process holds for the tensors among the values.
+
+    ``tensor.nbytes`` would be the bytes of the whole of a sharded tensor, as its shape is.
+    """
+    storages = (x.untyped_storage() for x in tensors if torch.is_tensor(x))
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
