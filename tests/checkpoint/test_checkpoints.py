@@ -113,6 +113,7 @@ def load_and_save(plan: dict[str, Any], before: Path, after: Path) -> Any:
             ("pp2xtp2+sp", "dp4+zero3"),
             ("dp4+zero3", "pp2xdp2+zero1"),
         ],
+        one_in=2,
     ),
 )
 def test_every_pair_of_plans(

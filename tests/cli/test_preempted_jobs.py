@@ -47,7 +47,7 @@ def launched(kind: str, plan: str, folder: Path, interrupts: list[Any]) -> Ended
     ("kind", "plan", "number"),
     [
         ("loop", "dp2", signal.SIGUSR1),
-        crossing("trainer", "dp2 zero3", signal.SIGTERM),
+        nightly("trainer", "dp2 zero3", signal.SIGTERM),
         nightly("trainer", "tp2", signal.SIGUSR1),
         crossing("accelerate", "tp2+sp", signal.SIGTERM),
     ],

@@ -112,7 +112,7 @@ def check(pool: Any, plan: str, how: str, *, tolerance: float = TOLERANCE, **opt
     return compiled[0][1]
 
 
-@pytest.mark.parametrize("how", ["layers", crossing("model"), nightly("each layer")])
+@pytest.mark.parametrize("how", ["layers", nightly("model"), nightly("each layer")])
 def test_one_graph_between_two_collectives(how: str, pool2: Any) -> None:
     # Layers are also differentiated as traced graphs, of one length, in test_to_static.py.
     graphs = check(pool2, "tp2+sp", how, layers=LAYERS, backend="eager" if how == "layers" else "aot_eager")
@@ -131,11 +131,7 @@ def test_one_graph_between_two_collectives(how: str, pool2: Any) -> None:
         assert 0 < variants < LAYERS * (2 if name.startswith("norm") else 1), (name, graphs)
 
 
-@pytest.mark.crossing
-@pytest.mark.parametrize(
-    "plan",
-    ["pp2 mb2", "tp2+sp recompute=full ga2"],
-)
+@pytest.mark.parametrize("plan", [crossing("pp2 mb2"), nightly("tp2+sp recompute=full ga2")])
 def test_other_plans(plan: str, pool2: Any) -> None:
     check(pool2, plan, "layers")
 
@@ -155,7 +151,7 @@ def test_plans_of_four_ranks(plan: str, how: str, family: str, pool4: Any) -> No
     ("plan", "how"),
     [
         crossing("tp2+sp", "model before"),
-        crossing("dp2", "layers before"),
+        nightly("dp2", "layers before"),
         nightly("dp2 zero2", "forward before"),
         nightly("pp2 mb2", "model"),
     ],

@@ -41,8 +41,7 @@ PLANS: dict[str, tuple[dict[str, Any], Counts]] = {
 }
 
 
-@pytest.mark.crossing
-@pytest.mark.parametrize("plan_name", PLANS)
+@pytest.mark.parametrize("plan_name", crossings(PLANS, one_in=3))
 def test_each_family_equals_one_process(plan_name: str, request: pytest.FixtureRequest) -> None:
     plan, counts = PLANS[plan_name]
     if plan is SPLIT:

@@ -39,6 +39,7 @@ TORCHRUN_ENDS = 15.0  # seconds that torchrun may take on a busy machine after a
             if place != "before the call" and (place in BY_EITHER or victim == number % 2)
         ],
         but=[("loop", 1), ("worker", 0), ("gil", 0)],
+        one_in=2,
     ),
 )
 def test_a_program_that_hangs_ends(place: str, victim: int) -> None:
@@ -84,6 +85,7 @@ def test_rank_0_is_stopped_before_the_guard_runs() -> None:
     crossings(
         [*itertools.product(EVERYWHERE, STARTS), *BY_ONE_LAUNCHER.items()],
         but=[("set-up", "launch")],
+        one_in=2,
     ),
 )
 def test_a_script_that_hangs_ends_however_it_was_started(start: str, place: str, preloaded_python: Path) -> None:

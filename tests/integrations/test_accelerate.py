@@ -17,7 +17,7 @@ from accelerate.scheduler import AcceleratedScheduler
 from meshwright_hf.accelerate.scheduler import PlannedScheduler
 from support.accelerated import Run, resume_script, run_script
 from support.parity import pool_for
-from support.tiers import crossing, crossings
+from support.tiers import crossing, crossings, nightly
 
 TWENTY: dict[str, dict[str, Any]] = {
     "tp2": {"tp": 2},
@@ -59,6 +59,7 @@ def difference(actual: Run, expected: Run) -> float:
         # float32 repeats what float64 proves, so one plan of several axes is enough.
         [*((name, torch.float64) for name in TWENTY), ("dp2xtp2+sp+zero1", torch.float32)],
         but=[("dp2xtp2+sp+zero1", torch.float64)],
+        one_in=2,
     ),
     ids=lambda value: str(value).removeprefix("torch."),
 )
@@ -92,9 +93,9 @@ def test_a_scheduler_that_counts_processes_would_be_caught(pool2: Any) -> None:
     [
         crossing("dp2xtp2+sp+zero1", "dp2xtp2+sp+zero1"),
         ("dp2", "dp2xtp2+sp+zero1"),
-        crossing("dp2+zero3", "dp2xtp2+sp+zero2"),
+        nightly("dp2+zero3", "dp2xtp2+sp+zero2"),
         crossing("dp2xtp2+sp+zero2", "dp2xtp2+sp+zero3"),
-        crossing("pp2", "tp2"),
+        nightly("pp2", "tp2"),
         ("dp2", "pp2xdp2+zero1"),
         crossing("pp2xcp2+zero1", "cp2"),
     ],

@@ -32,6 +32,7 @@ from meshwright_hf.accelerate import activate, deactivate, prepare
 from support.accelerated import accelerator, dataset, forget
 from support.models import build, tokens
 from support.reference import make_optimizer
+from support.tiers import crossing, nightly
 
 TP2, DP2 = {"tp": 2}, {"dp": 2}
 PP2 = {"pp": 2, "gradient_accumulation_steps": 2}
@@ -357,8 +358,7 @@ def launch(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
 
 
-@pytest.mark.crossing
-@pytest.mark.parametrize("script", ["test_script", "test_sync"])
+@pytest.mark.parametrize("script", [crossing("test_script"), nightly("test_sync")])
 def test_accelerates_own_scripts_pass_on_our_runtime(script: str) -> None:
     # Every model that they prepare is data-parallel by a plan, in place of DDP; other objects are accelerate's.
     done = launch("-m", "support.with_plugin", script)

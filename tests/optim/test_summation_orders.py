@@ -65,6 +65,7 @@ def outside(kind: str, plan: dict[str, Any], fault: str | None, pool: Any) -> li
             (MASTERS, "cp2 zero1"),
         ],
         but=[(MASTERS, "pp2 zero1")],
+        one_in=2,
     ),
 )
 def test_differs_as_orders_of_summation_do(kind: str, plan: str, pool2: Any) -> None:

@@ -127,6 +127,7 @@ def total(traffic: Any, phases: list[str], axis: str) -> tuple[Counter[str], int
             ("gemma2", "dp2xtp2+sp+zero3", torch.bfloat16),
             ("llama", "cp2(ring)+tp2+sp+zero1", torch.float32),
         ],
+        one_in=2,
     ),
 )
 def test_estimate_and_trace(family: str, plan: str, dtype: torch.dtype) -> None:

@@ -73,7 +73,7 @@ CASES += [("qwen3_vl", DP2_TP2), ("falcon_h1", DP2_TP2)]
 
 @pytest.mark.parametrize(
     ("family", "fields"),
-    crossings(CASES, but=[("qwen3_vl", TP2_SP), ("lfm2", ZERO3)]),
+    crossings(CASES, but=[("qwen3_vl", TP2_SP), ("lfm2", ZERO3)], one_in=2),
     ids=str,
 )
 def test_the_memory_is_within_5_percent_of_a_trace(family: str, fields: dict[str, Any]) -> None:
@@ -89,7 +89,7 @@ def test_the_memory_is_within_5_percent_of_a_trace(family: str, fields: dict[str
     assert held.optimizer == pytest.approx(trace.optimizer, rel=0.02)
 
 
-@pytest.mark.parametrize("family", crossings(MODELS, but=["qwen3_vl", "lfm2"]))
+@pytest.mark.parametrize("family", crossings(MODELS, but=["qwen3_vl", "lfm2"], one_in=2))
 def test_each_weight_counts_once(family: str) -> None:
     model, shape = make(family), shape_of(family)
     whole = sum(parameter.numel() for parameter in model.parameters())

@@ -54,7 +54,7 @@ def found(request: pytest.FixtureRequest) -> Search:
     return SEARCHES[request.param]()
 
 
-@pytest.mark.parametrize("found", crossings(SEARCHES, but=["7B", "7B pipeline"]), indirect=True)
+@pytest.mark.parametrize("found", crossings(SEARCHES, but=["7B", "7B pipeline"], one_in=3), indirect=True)
 def test_the_table_has_the_choices_and_other_kinds_of_plans(found: Search) -> None:
     points, front = pareto(found)
     plans = listed_plans(found, points, front)
@@ -215,7 +215,7 @@ def test_events_take_the_time_of_the_pipeline_in_a_legal_order(schedule: str) ->
             assert event.start >= ends[dataclasses.replace(operation, kind=Kind.FORWARD)] - 1e-9
 
 
-@pytest.mark.parametrize("found", crossings(SEARCHES, but=["7B", "7B pipeline"]), indirect=True)
+@pytest.mark.parametrize("found", crossings(SEARCHES, but=["7B", "7B pipeline"], one_in=3), indirect=True)
 def test_no_plan_is_better_than_the_front(found: Search) -> None:
     points, front = pareto(found)
     model = StepModel(found.shape, found.cluster, HardwareProfile(name="catalogue").coefficients)
@@ -229,7 +229,7 @@ def test_no_plan_is_better_than_the_front(found: Search) -> None:
     assert front[-1].time == pytest.approx(found.choices[0].time.total)
 
 
-@pytest.mark.parametrize("found", crossings(SEARCHES, but=["7B"]), indirect=True)
+@pytest.mark.parametrize("found", crossings(SEARCHES, but=["7B"], one_in=4), indirect=True)
 def test_the_page_is_well_formed_and_needs_nothing_else(found: Search) -> None:
     content = page(answer(found))
     root = tree(content)

@@ -17,7 +17,7 @@ from meshwright.planner.search.search import Search, search
 from meshwright.planner.search.space import Space
 from meshwright.planner.time.step import StepModel
 from support.shapes import changed
-from support.tiers import crossing
+from support.tiers import crossing, nightly
 
 EIGHT = ModelShape.of(name="8B", layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336, vocab=128256)
 HUGE = changed(EIGHT, name="405B", layers=126, hidden=16384, heads=128, ffn=53248)
@@ -97,7 +97,7 @@ def test_every_pruned_axis_has_a_reason() -> None:
         (EIGHT, 1, "rtx-4090", "--gpus"),
         (EIGHT, 1, "a100-80", "--gpus"),
         (changed(EIGHT, layers=64), 8, "rtx-4090", "--gpus 16"),  # whole nodes
-        crossing(HUGE, 64, "h100-sxm", "--gpus"),
+        nightly(HUGE, 64, "h100-sxm", "--gpus"),
         crossing(HUGE, 16, "h100-sxm", "--gpus"),
     ],
 )

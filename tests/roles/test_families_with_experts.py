@@ -22,10 +22,13 @@ from conformance.families.page import PAGE
 from conformance.families.parity import TOLERANCE
 from meshwright.roles.blocks.experts import check_experts, roles_of_experts
 from support.planted_experts import FAULTS
-from support.tiers import crossings
+from support.tiers import crossing, nightly
 
 FAMILIES = sorted(EXPERTS.keys() & set(model_types()))  # an older transformers lacks the newest
-CHUNKS = [FAMILIES[i::10] for i in range(10)]
+PROGRAMS = [(family, plan) for family in FAMILIES for plan in PLANS]
+# Each family under two plans and each plan with a third of the families; the others are nightly.
+SAMPLE = [(family, plan) for i, family in enumerate(FAMILIES) for plan in (PLANS[i % 6], PLANS[(i + 3) % 6])]
+REST = [program for program in PROGRAMS if program not in SAMPLE]
 ROWS = expert_rows(PAGE.read_text())
 IS_THE_PAGES = f"transformers {transformers.__version__}," in PAGE.read_text()  # another version, other rows
 # Interleaved rows of gate and up, experts beside an MLP in the layer, experts of own code, and all axes at once.
@@ -38,9 +41,12 @@ def verdicts(programs: list[tuple[str, str]]) -> list[float | str]:
     return [kept.of(f"{family}: {plan}", partial(difference, family, plan)) for family, plan in programs]
 
 
-@pytest.mark.parametrize("chunk", crossings(CHUNKS), ids=lambda chunk: f"{chunk[0]} and so on")
-def test_equals_one_device_as_the_page_says(chunk: list[str], pool2: Any) -> None:
-    programs = [(family, plan) for family in chunk for plan in PLANS]
+@pytest.mark.parametrize(
+    "programs",
+    [*(crossing(SAMPLE[i::4]) for i in range(4)), *(nightly(REST[i::8]) for i in range(8))],
+    ids=lambda programs: f"{programs[0][0]} and so on",
+)
+def test_equals_one_device_as_the_page_says(programs: list[tuple[str, str]], pool2: Any) -> None:
     for (family, plan), found in zip(programs, pool2.run(verdicts, programs, timeout=280)[0], strict=True):
         assert isinstance(found, str) or found <= TOLERANCE, (family, plan, found)
         if IS_THE_PAGES:

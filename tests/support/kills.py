@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from meshwright.faults.together import texts_of_all
 from support.faulty_disk import FaultyDisk, KilledRank
-from support.tiers import crossing
+from support.tiers import crossing, nightly
 
 # Every how many steps of a save the tests of `make test-all` fail; `make kills` fails every one.
 STRIDE = int(os.environ.get("MESHWRIGHT_FAULT_STRIDE", "6"))
@@ -33,13 +33,15 @@ def endings(*few: tuple[str, bool]) -> list[Any]:
     Args:
         few: the cases of which few steps fail, unless ``make kills`` has set the stride.
     """
+    crossed = [(kind, not replaces) for kind, replaces in few]  # a sample: the rest is nightly
     cases = []
     for kind in ("kill", "full"):
         for replaces in (False, True):
             is_few = (kind, replaces) in few and "MESHWRIGHT_FAULT_STRIDE" not in os.environ
             name = f"{kind}-{'over' if replaces else 'beside'} an older one-{'some' if is_few else 'many'} steps"
             case = kind, replaces, FEW if is_few else STRIDE
-            cases.append(pytest.param(*case, id=name) if is_few else crossing(*case, id=name))
+            tier = pytest.param if is_few else crossing if (kind, replaces) in crossed else nightly
+            cases.append(tier(*case, id=name))
     return cases
 
 

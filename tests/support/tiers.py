@@ -2,8 +2,8 @@
 
 ``make test-quick`` runs a case that is marked as quick. A case is a crossing, which is left to ``make test-all``, if
 another case of ``make test`` fails for the same faults. Where a test has several parameters, ``make test-all`` runs so
-many of the crossings that each value of each parameter has run once. ``make test-nightly`` runs the other crossings,
-and single cases that take long.
+many of the crossings that each value of each parameter has run once, and of long tests a sample of the cases.
+``make test-nightly`` runs the other crossings, and single cases that take long.
 """
 
 from __future__ import annotations
@@ -29,7 +29,12 @@ def nightly(*values: Any, id: str | None = None) -> Any:
 
 
 def crossings(
-    cases: Iterable[Any], *, but: Iterable[Any] = (), only: Iterable[Any] | None = None, quick: Iterable[Any] = ()
+    cases: Iterable[Any],
+    *,
+    but: Iterable[Any] = (),
+    only: Iterable[Any] | None = None,
+    quick: Iterable[Any] = (),
+    one_in: int = 1,
 ) -> list[Any]:
     """Mark the cases of a test as crossings, except those that are listed, and the nightly ones.
 
@@ -38,6 +43,7 @@ def crossings(
         but: the cases that ``make test`` runs.
         only: the crossings, where they are fewer than the cases that ``make test`` runs.
         quick: the cases that ``make test-quick`` and ``make test`` run.
+        one_in: which part of the crossings is a sample that ``make test-all`` runs: one in so many.
 
     Example::
 
@@ -47,7 +53,7 @@ def crossings(
     only = [case for case in cases if case not in but and case not in quick] if only is None else list(only)
     stale = [case for case in (*but, *only, *quick) if case not in cases]
     assert not stale, f"these are no cases of the test: {stale}"
-    rest = _nightly(cases, only)
+    rest = _nightly(cases, only, one_in)
     marks = [
         pytest.mark.nightly if case in rest
         else pytest.mark.crossing if case in only
@@ -61,17 +67,18 @@ def crossings(
     ]
 
 
-def _nightly(cases: list[Any], crossings: list[Any]) -> list[Any]:
-    """Return the crossings each of whose values, of every parameter, occurs in another case that runs.
+def _nightly(cases: list[Any], crossings: list[Any], one_in: int) -> list[Any]:
+    """Return the crossings that are not in the sample, or each of whose values occurs in another case that runs.
 
     They are gone through in an order without a pattern, which is the same in every process, so that the cases that run
     do not all share one value.
     """
+    order = sorted(crossings, key=lambda case: zlib.crc32(repr(case).encode()))
+    rest = [case for number, case in enumerate(order) if number % one_in]
     if not all(isinstance(case, tuple) for case in cases):
-        return []
+        return rest
     counts = Counter(value for case in cases if case not in crossings for value in enumerate(map(repr, case)))
-    rest = []
-    for case in sorted(crossings, key=lambda case: zlib.crc32(repr(case).encode())):
+    for case in order[::one_in]:
         values = list(enumerate(map(repr, case)))
         if all(counts[value] for value in values):
             rest.append(case)

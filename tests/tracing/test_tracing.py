@@ -106,6 +106,7 @@ def test_live_bytes_are_those_of_what_is_held() -> None:
     crossings(
         [*crossed(FAMILIES, PLANS, every=4), *(("llama", plan) for plan in CONTEXT)],
         but=[("llama", "dp2xtp2+sp+zero1"), ("llama", "cp4(hybrid-2)")],
+        one_in=2,
     ),
 )
 def test_a_trace_is_what_a_run_measures(family: str, plan: str, pool2: Any, pool4: Any) -> None:
