@@ -55,13 +55,13 @@ help:
 	@echo 'make test-quick    each capability once, while you work; 2 to 3 minutes on 2 cores'
 	@echo 'make test          every property once at full strength; 15 to 20 minutes on 2 cores; WORKERS=0 for one at a time'
 	@echo 'make test-all      also the crossings of families, plans, schedules and kills; 40 to 50 minutes on 2 cores'
-	@echo 'make test-nightly  the rest of these crossings, whose values test-all runs once each; three quarters of an hour'
+	@echo 'make test-nightly  the rest of these crossings, of which test-all runs a part; an hour and a half'
 	@echo 'make test-old-hf   the Trainer, accelerate, data and models with the oldest transformers; part of test-all'
 	@echo 'make test-oldest   a subset with the oldest torch, transformers and accelerate, in .venv-oldest (5 GB)'
 	@echo 'make test-newest   make test with newer versions than those of make setup, in .venv-newest (6 GB)'
 	@echo 'make coverage      the lines and branches that test-quick runs, in all of its processes'
 	@echo 'make wheel         build the package into dist/, install it into .venv-wheel and try it without transformers'
-	@echo 'make lint          style, types, which package may import which, and whether the docs build'
+	@echo 'make lint          sizes, style, types, which package may import which, and whether the docs build'
 	@echo 'make docs          build the documentation into site/, without network'
 	@echo 'make bench         step times beside transformers TP, DeepSpeed and DDP, with intervals; 20 to 25 minutes'
 	@echo 'make bench-data    what the mesh-aware loader costs against a plain DataLoader'
@@ -143,6 +143,7 @@ wheel:
 	.venv-wheel/bin/python -P .ci/try_wheel.py
 
 lint: $(TESTABLE)
+	$(BIN)/python .ci/sizes.py
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/lint-imports
