@@ -31,7 +31,7 @@ from meshwright.data.global_batches import Portion, even_share
 from meshwright.data.nested import leaves
 from meshwright.data.one_length import OneLength
 from meshwright.data.peers import Peers
-from meshwright.data.random_states import RandomStates
+from meshwright.random_states import RandomStates
 from meshwright.data.readers.choose import make_reader
 from meshwright.mesh.axes import Axis
 from meshwright.plan.loader_options import LoaderOptions

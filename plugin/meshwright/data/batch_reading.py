@@ -14,7 +14,7 @@ from meshwright.data.collation import Collate
 from meshwright.data.collation_trial import TRIED, CollationTrial, RowsFinding
 from meshwright.data.global_batches import Share
 from meshwright.data.one_length import only_stacks
-from meshwright.data.random_states import RandomStates, seed_all
+from meshwright.random_states import RandomStates, seed_all
 from meshwright.mesh.axes import Axis
 from meshwright.plan.loader_options import DrawsOf
 

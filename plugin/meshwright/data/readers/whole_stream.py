@@ -20,7 +20,7 @@ from meshwright.data.nested import digest, take_rows, why_no_batch
 from meshwright.data.one_length import KeepingSamples, portion_of
 from meshwright.data.own_rows import cut_rows
 from meshwright.data.peers import Peers, check_same_rows
-from meshwright.data.random_states import RandomStates
+from meshwright.random_states import RandomStates
 from meshwright.data.read_errors import name_of, reading
 from meshwright.data.readers.base import (
     MOST_EPOCHS,
