@@ -235,9 +235,10 @@ def _difference(
             return f"a step of a part of its parameters ended in {type(error).__name__}: {error}"
         of_all = [expected[index][i] for index, of_group in enumerate(half) for i in of_group]
         pairs = zip(of_all, apart.parameters, strict=True)
-        is_alike = all(torch.equal(p.nan_to_num(), own.nan_to_num()) for p, own in pairs)
-        if not is_alike or apart.numbers() != together.numbers():
+        if not all(torch.equal(p.nan_to_num(), own.nan_to_num()) for p, own in pairs):
             return "the update of a parameter changes with the other parameters that it has"
+        if differ := sorted(name for name, _ in together.numbers().items() ^ apart.numbers().items()):
+            return f"{differ[0]} changes with the parameters that it has"
     return None
 
 
