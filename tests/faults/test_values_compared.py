@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ from conformance.families.models import build as build_family
 from meshwright.errors import DivergenceError
 from meshwright.optim.runtime import runtime_of
 from meshwright.parallel.dropout_streams import DropoutStreams
+from meshwright.parallel.replicas.state import counts_digest
 from meshwright.parallel.shards.state_of_parts import state_of
 from support.models import build, labels_for, tokens
 from support.own_gradients import on_arrival
@@ -266,6 +268,14 @@ def test_a_fault_on_one_rank_is_named(name: str, plan: dict[str, Any], pool2: An
     for step, text in pool2.run(train_until_named, plan, fault, {}):
         assert STEP_OF_FAULT <= step <= STEP_OF_FAULT + steps, text
         assert re.search(message, text.replace("\n", " ")), text
+
+
+def test_counts_on_the_device_and_beside_it_have_one_digest() -> None:
+    device = torch.device("cpu")
+    found = [
+        counts_digest({"step": step, "of rows": torch.tensor(2.0**40), "rate": math.inf}, device) for step in (3, 3, 4)
+    ]
+    assert found[0] == found[1] != found[2]
 
 
 def deferred_until_named(plan: dict[str, Any], fault: Callable[[Run], None]) -> tuple[int, str]:
