@@ -211,6 +211,16 @@ def test_a_trial_sees_what_is_less_than_a_bit() -> None:
         assert why_not_apart(Faint(model.parameters())) is None
 
 
+def test_a_wrapper_that_is_no_optimizer_itself_is_refused() -> None:
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, inner: torch.optim.Optimizer):
+            self.inner, self.param_groups, self.defaults = inner, inner.param_groups, {}
+
+    model = build("llama")
+    with pytest.raises(mw.OptimizerMismatchError, match=r"optimizer = Wrapper\(inner\)"):
+        mw.to_distributed(model, Wrapper(plain(model)), plan="dp1")
+
+
 def test_only_what_a_library_brings_is_known() -> None:
     weight = [torch.nn.Parameter(torch.ones(3, 3))]
     for kind in ELEMENTWISE:
