@@ -207,8 +207,12 @@ def test_a_trial_sees_what_is_less_than_a_bit() -> None:
     with mock.patch.object(Faint, "reads", lambda *_: np.random.rand()):
         assert "draws random numbers" in str(why_not_apart(Faint(model.parameters())))
     assert all(map(np.array_equal, state, np.random.get_state()[1:3]))
+    optimizer = Faint([torch.nn.Parameter(torch.ones(1))], momentum=0.9)
+    (number,) = optimizer.param_groups[0]["params"]
+    optimizer.state[number]["momentum_buffer"] = torch.ones(1)
     with mock.patch.object(Faint, "reads", lambda *_: 0.0):
-        assert why_not_apart(Faint(model.parameters())) is None
+        assert why_not_apart(optimizer) is None
+    assert optimizer.state[number]["momentum_buffer"] == 1  # which the trial's own steps have not written
 
 
 def test_a_wrapper_that_is_no_optimizer_itself_is_refused() -> None:

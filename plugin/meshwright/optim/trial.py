@@ -121,7 +121,11 @@ class Trial:
             ]
             self._memo[id(own["state"])] = defaultdict(
                 dict,
-                {p: dict(state) for p, state in started if p is not None and all(map(_is_number, state.values()))},
+                {
+                    p: self._copied(state)
+                    for p, state in started
+                    if p is not None and all(map(_is_number, state.values()))
+                },
             )
         # A scheduler has replaced methods, or an earlier call.
         replaced = ("step", "zero_grad", "add_param_group", "train", "eval")
