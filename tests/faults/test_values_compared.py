@@ -273,7 +273,8 @@ def test_a_fault_on_one_rank_is_named(name: str, plan: dict[str, Any], pool2: An
 def test_counts_on_the_device_and_beside_it_have_one_digest() -> None:
     device = torch.device("cpu")
     found = [
-        counts_digest({"step": step, "of rows": torch.tensor(2.0**40), "rate": math.inf}, device) for step in (3, 3, 4)
+        counts_digest({"step": step, "a": torch.tensor(2.0**40), "b": torch.tensor(True), "c": math.inf}, device)
+        for step in (3, 3, 4)
     ]
     assert found[0] == found[1] != found[2]
 

@@ -121,9 +121,11 @@ def counts_digest(state: Mapping[str, object], device: torch.device) -> Tensor |
     total = 0
     for index, name in enumerate(sorted(state, key=str)):
         value, weight = state[name], _ODD + 2 * index
-        if isinstance(value, Tensor) and value.numel() == 1 and type(value) is Tensor and is_comparable(value):
+        if type(value) is Tensor and value.numel() == 1 and not value.is_complex() and is_comparable(value):
             one = value.detach().reshape(())
-            whole = torch.where(one == one.round(), one, torch.zeros_like(one)).to(torch.int64)
+            if one.is_floating_point():
+                one = torch.where(one == one.round(), one, torch.zeros_like(one))
+            whole = one.to(torch.int64)
             if value.device == device:
                 on_device = whole * weight if on_device is None else on_device + whole * weight
             else:
