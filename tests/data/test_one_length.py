@@ -31,10 +31,10 @@ from meshwright.data.global_batches import Portion, even_share
 from meshwright.data.nested import leaves
 from meshwright.data.one_length import OneLength
 from meshwright.data.peers import Peers
-from meshwright.data.random_states import RandomStates
 from meshwright.data.readers.choose import make_reader
 from meshwright.mesh.axes import Axis
 from meshwright.plan.loader_options import LoaderOptions
+from meshwright.random_states import RandomStates
 from support.exact import Float64
 from support.logs import logged
 from support.models import build, tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,8 @@ from conformance.families.models import build as build_family
 from meshwright.errors import DivergenceError
 from meshwright.optim.runtime import runtime_of
 from meshwright.parallel.dropout_streams import DropoutStreams
+from meshwright.parallel.replicas.state import counts_digest
+from meshwright.parallel.shards.state_of_parts import state_of
 from support.models import build, labels_for, tokens
 from support.own_gradients import on_arrival
 from support.tiers import crossings
@@ -168,12 +171,19 @@ def flipped_state(run: Run) -> None:
 
 
 def flipped_moment(run: Run) -> None:
-    flip(run.optimizer.state[run.model.model.norm.weight]["exp_avg"], 3, 30)
+    flip(state_of(run.optimizer, run.model.model.norm.weight)["exp_avg"], 3, 30)
 
 
 def counted_step(run: Run) -> None:
     """Of a weight of which each rank of tp has a part, and which those of dp hold whole."""
-    run.optimizer.state[run.model.model.layers[0].mlp.up_proj.weight]["step"] += 1
+    state_of(run.optimizer, run.model.model.layers[0].mlp.up_proj.weight)["step"] += 1
+
+
+def counted_slice(run: Run) -> None:
+    """Of the weight of which the first rank has the beginning."""
+    zero = runtime_of(run.model).gradients.zero
+    assert zero is not None
+    state_of(run.optimizer, next(zero.slices).stepped)["step"] += 1
 
 
 def other_stream(run: Run) -> None:
@@ -239,6 +249,12 @@ NAMED = {
         EVERY,
         r"(optimizer's (state|counts) of )?model.layers.0.mlp.up_proj.weight: rank\(s\) 0 differ",
     ),
+    "another count of a slice": (
+        counted_slice,
+        [{"dp": 2, "zero_stage": 1}],
+        EVERY,
+        r"optimizer's counts of \S+: rank\(s\) 0 differ",
+    ),
     "another random stream": (other_stream, [DP2, TP2, {"pp": 2}], 1, r"random stream .*: \w+\.\d+ on rank 0"),
     "a bit of a matrix": (flipped_matrix, [DP2], EVERY, r"layers.1.mlp.up_proj.weight: rank\(s\) 0 differ"),
 }
@@ -252,6 +268,15 @@ def test_a_fault_on_one_rank_is_named(name: str, plan: dict[str, Any], pool2: An
     for step, text in pool2.run(train_until_named, plan, fault, {}):
         assert STEP_OF_FAULT <= step <= STEP_OF_FAULT + steps, text
         assert re.search(message, text.replace("\n", " ")), text
+
+
+def test_counts_on_the_device_and_beside_it_have_one_digest() -> None:
+    device = torch.device("cpu")
+    found = [
+        counts_digest({"step": step, "a": torch.tensor(2.0**40), "b": torch.tensor(True), "c": math.inf}, device)
+        for step in (3, 3, 4)
+    ]
+    assert found[0] == found[1] != found[2]
 
 
 def deferred_until_named(plan: dict[str, Any], fault: Callable[[Run], None]) -> tuple[int, str]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import meshwright as mw
 from meshwright.optim.reads import ELEMENTWISE, Reads, is_known, reads_of
+from meshwright.optim.trial import why_not_apart
 from support.exact import Float64, relative_difference
 from support.models import build, labels_for, tokens
 from support.optimizers import TrustRatio
@@ -110,6 +112,10 @@ def train(make: Make, plan: str | None, *, steps: int = 4) -> dict[str, torch.Te
             model(**rows).loss.backward()
             stepped.step()
             optimizer.zero_grad()
+        if plan is not None:  # the state of a parameter is a part, or that of a tensor that the program does not know
+            for read in (optimizer.state.get, optimizer.state.__getitem__, optimizer.state.__contains__):
+                with pytest.raises(mw.UnreadableTensorError, match=r"call meshwright.save_optimizer"):
+                    read(model.model.norm.weight)
         return mw.full_state_dict(model)
 
 
@@ -163,7 +169,7 @@ def refusals(plan: str) -> list[str]:
 
     def drawing(model: torch.nn.Module) -> torch.optim.Optimizer:
         optimizer = plain(model)
-        optimizer.register_step_pre_hook(lambda *_: torch.rand(1) and None)
+        optimizer.register_step_pre_hook(lambda *_: np.random.rand() and None)
         return optimizer
 
     for make in (clipped, by_place, replaced, drawing):
@@ -178,6 +184,45 @@ def test_what_reads_several_parameters_is_refused(plan: str, pool2: Any) -> None
         assert "ByPlace can be stepped neither" in by_place and "changes with the other parameters" in by_place
         assert "SGD.step is" in replaced and "register_step_pre_hook" in replaced
         assert "SGD drew random numbers in its step" in drawing
+
+
+class Faint(torch.optim.SGD):
+    """Decays weights by what it reads of all gradients, or draws, which changes less than a bit of a 32-bit weight."""
+
+    reads = staticmethod(lambda gradients: sum(float(x.square().mean()) for x in gradients))
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        parameters = self.param_groups[0]["params"]
+        decay = 1e-9 / (1e-3 + self.reads([p.grad for p in parameters]))
+        super().step()
+        for p in parameters:
+            p.mul_(1 - decay)
+
+
+def test_a_trial_sees_what_is_less_than_a_bit() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    assert "changes with the other parameters" in str(why_not_apart(Faint(model.parameters())))
+    state = np.random.get_state()[1:3]
+    with mock.patch.object(Faint, "reads", lambda *_: np.random.rand()):
+        assert "draws random numbers" in str(why_not_apart(Faint(model.parameters())))
+    assert all(map(np.array_equal, state, np.random.get_state()[1:3]))
+    optimizer = Faint([torch.nn.Parameter(torch.ones(1))], momentum=0.9)
+    (number,) = optimizer.param_groups[0]["params"]
+    optimizer.state[number]["momentum_buffer"] = torch.ones(1)
+    with mock.patch.object(Faint, "reads", lambda *_: 0.0):
+        assert why_not_apart(optimizer) is None
+    assert optimizer.state[number]["momentum_buffer"] == 1  # which the trial's own steps have not written
+
+
+def test_a_wrapper_that_is_no_optimizer_itself_is_refused() -> None:
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, inner: torch.optim.Optimizer):
+            self.inner, self.param_groups, self.defaults = inner, inner.param_groups, {}
+
+    model = build("llama")
+    with pytest.raises(mw.OptimizerMismatchError, match=r"optimizer = Wrapper\(inner\)"):
+        mw.to_distributed(model, Wrapper(plain(model)), plan="dp1")
 
 
 def test_only_what_a_library_brings_is_known() -> None:

@@ -13,6 +13,7 @@ from transformers import RoFormerConfig, RoFormerForCausalLM
 
 import meshwright as mw
 from meshwright.parallel.shards.reads import reading_shards
+from meshwright.parallel.shards.state_of_parts import state_of
 from meshwright.pipeline.cut import cut_decoder
 from meshwright.roles import find_decoder
 from support.exact import Float64
@@ -56,7 +57,7 @@ def bytes_held(family: str, plan: dict[str, Any], folder: Path | None = None) ->
         model, optimizer = train_one_step(family, plan, folder=folder)
     with reading_shards():
         weights = beside_layers(model)
-        state = [x for p in weights for x in optimizer.state.get(p, {}).values() if isinstance(x, Tensor) and x.ndim]
+        state = [x for p in weights for x in state_of(optimizer, p).values() if isinstance(x, Tensor) and x.ndim]
         return sum(p.untyped_storage().nbytes() for p in weights), sum(x.nbytes for x in state)
 
 

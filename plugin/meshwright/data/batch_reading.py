@@ -14,9 +14,9 @@ from meshwright.data.collation import Collate
 from meshwright.data.collation_trial import TRIED, CollationTrial, RowsFinding
 from meshwright.data.global_batches import Share
 from meshwright.data.one_length import only_stacks
-from meshwright.data.random_states import RandomStates, seed_all
 from meshwright.mesh.axes import Axis
 from meshwright.plan.loader_options import DrawsOf
+from meshwright.random_states import RandomStates, seed_all
 
 _MANY_ROWS = 4096  # of a batch, which take long to read on every rank
 

@@ -22,11 +22,11 @@ from meshwright.data.global_batches import Share, Sharing
 from meshwright.data.nested import digest
 from meshwright.data.one_length import KeepingSamples
 from meshwright.data.own_rows import own_rows
-from meshwright.data.random_states import RandomStates, parts_of
 from meshwright.data.row_comparison import RowComparison, compare
 from meshwright.errors import PlanError
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.batch.items import BatchFormat
+from meshwright.random_states import RandomStates, parts_of
 
 logger = logging.getLogger(__name__)
 

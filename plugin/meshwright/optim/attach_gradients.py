@@ -73,8 +73,8 @@ def install_gradient_sync(
         hooks = StepHooks(optimizer, is_inside=len(whole_groups) == len(optimizer.param_groups))
         optimizer.register_step_pre_hook(gradients.check_synced)
         if runtime.comparison is not None:
-            is_sharded = zero_stage > 0 or whole is not None
-            runtime.comparison.watch(optimizer, is_sharded=is_sharded, stepping=lambda: stepping(optimizer))
+            stepped = gradients.stepped if zero_stage > 0 or whole is not None else None
+            runtime.comparison.watch(optimizer, stepped=stepped, stepping=lambda: stepping(optimizer))
         # Sending parameters to be stepped, or publishing stepped ones, is a collective, which hangs if a rank does not
         # step.
         host = HostSteps(optimizer, gradients.zero, whole_groups) if gradients.zero is not None and on_host else None
@@ -101,8 +101,8 @@ def install_gradient_sync(
             optimizer.step_together()
         for each in {optimizer, *members(optimizer)}:
             attach(each, runtime)
-            guard_optimizer(each, runtime)
             follow_modes(each, runtime, host)
+        guard_optimizer(optimizer, runtime)
 
 
 def leave_gradients_to_engine(runtime: Runtime, model: nn.Module) -> None:

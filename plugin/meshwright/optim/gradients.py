@@ -114,6 +114,11 @@ class Gradients:
             return layout, parameter if layout.is_held else None
         return bucket.layout(parameter), next((s.stepped for s in bucket.slices if s.parameter is parameter), None)
 
+    def stepped(self, parameter: nn.Parameter) -> nn.Parameter | None:
+        """Return the key of this rank's state of a parameter; None if it has none."""
+        of = self.part_of if self.whole is None or not self.whole.has(parameter) else self.whole.part_of
+        return of(parameter)[1]
+
     def dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
         """Return the dtype in which a parameter is stepped: that of its float32 copy, if ZeRO keeps one."""
         bucket = None if self.zero is None else self.zero.bucket_of(parameter)

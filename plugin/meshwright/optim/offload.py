@@ -24,6 +24,7 @@ from meshwright.optim.reads import ELEMENTWISE
 from meshwright.optim.zero.host_copy import HostCopy, SideStream, on_host
 from meshwright.optim.zero.zero_optimizer import ReduceScatter, ShardedBucket
 from meshwright.parallel.shards.reads import reading_shards
+from meshwright.parallel.shards.state_of_parts import open_state
 
 
 class HostSteps:
@@ -95,7 +96,7 @@ class HostSteps:
         self.lend()
         # The hooks of a chain's parts run when these step, and may change what is stepped.
         is_early = not any(each._optimizer_step_pre_hooks for each in members(optimizer) if each is not optimizer)
-        with torch.no_grad(), reading_shards():
+        with torch.no_grad(), reading_shards(), open_state(optimizer):
             arriving = [(sharded, self._fetch(sharded)) for sharded in self._reduction.sharded]
             for sharded, wait in arriving:
                 wait()

@@ -16,6 +16,7 @@ from meshwright.mesh.axes import Axis, Mesh
 from meshwright.optim.chained import members
 from meshwright.optim.gradients import Gradients
 from meshwright.parallel.collectives import all_gather
+from meshwright.random_states import RandomStates
 
 _FEW = 2**16  # elements, which every rank may step beside its own
 _SHARE = 1 / 16  # of the elements that a rank owns, as far as that is more
@@ -73,11 +74,11 @@ class ComparedSteps:
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._states: list[Tensor] = []
+        self._states, self._on_device = RandomStates(), self._state_on_device()
 
     def begin(self) -> None:
         """Called before a step."""
-        self._states = self._random_states()
+        self._states, self._on_device = RandomStates(), self._state_on_device()
 
     def compare(self, optimizer: Optimizer, results: Sequence[Result], mesh: Mesh, ranks: Axis) -> None:
         """Compare the results of a step; every rank makes the call.
@@ -96,7 +97,7 @@ class ComparedSteps:
             return
         nothing = torch.zeros((), dtype=torch.int64, device=self._device)
         own = [nothing if x is None else memory_digest(x).to(self._device) for *_, x in results]
-        has_drawn = not all(map(torch.equal, self._states, self._random_states()))
+        has_drawn = not (self._states.are_unchanged and torch.equal(self._on_device, self._state_on_device()))
         *found, draws = all_gather(torch.stack([*own, nothing + has_drawn]).view(1, -1), ranks).T.tolist()
         if any(draws):
             raise _error(optimizer, f"drew random numbers in its step on rank {draws.index(1)}")
@@ -111,9 +112,8 @@ class ComparedSteps:
                         f"rank {rank}, which stepped it beside other parameters",
                     )
 
-    def _random_states(self) -> list[Tensor]:
-        on_device = [torch.cuda.get_rng_state(self._device)] if self._device.type == "cuda" else []
-        return [torch.get_rng_state(), *on_device]
+    def _state_on_device(self) -> Tensor:
+        return torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else torch.empty(0)
 
 
 def _error(optimizer: Optimizer, what: str) -> OptimizerMismatchError:

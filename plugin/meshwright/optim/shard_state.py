@@ -16,8 +16,16 @@ def check_ownership(model: nn.Module, optimizer: Optimizer) -> None:
     """Check that the optimizer steps parameters of this model.
 
     Raises:
-        OptimizerMismatchError: if the optimizer has no parameters, has one twice, or has one of another model.
+        OptimizerMismatchError: if the optimizer has no parameters, has one twice, or has one of another model; or if it
+            steps another optimizer, which it wraps, and is none itself.
     """
+    if "_optimizer_state_dict_pre_hooks" not in vars(optimizer):  # torch's Optimizer.__init__ sets it
+        kind = type(optimizer).__name__
+        raise OptimizerMismatchError(
+            f"this {kind} has not called Optimizer.__init__, as wrappers of another optimizer do, so it lacks what the "
+            "call hooks into. Pass the optimizer inside, and wrap what the call returns: model, inner, loader = "
+            f"meshwright.to_distributed(model, inner, loader); optimizer = {kind}(inner)"
+        )
     names = {id(p): name for name, p in model.named_parameters()}
     given = [p for group in optimizer.param_groups for p in group["params"]]
     foreign = [p for p in given if id(p) not in names]

@@ -16,9 +16,11 @@ from torch.optim import Optimizer
 
 from meshwright.errors import AlreadyDistributedError, UnreadableTensorError
 from meshwright.layout.tensor_layout import TensorLayout, layout_if_any, layout_of
+from meshwright.optim.chained import members
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel.shards.guard_windows import Window
 from meshwright.parallel.shards.reads import own_shape, reading_shards
+from meshwright.parallel.shards.state_of_parts import close_state
 from meshwright.temporarily import temporarily
 
 
@@ -41,12 +43,19 @@ def guard_model(model: nn.Module, runtime: Runtime) -> None:
 
 
 def guard_optimizer(optimizer: Optimizer, runtime: Runtime) -> None:
-    """Make ``state_dict()``, ``load_state_dict()`` and ``copy.deepcopy`` raise if this rank has a part of the state."""
-    hooks = _OptimizerState(runtime)
-    optimizer.register_state_dict_pre_hook(hooks.refuse_shards)
-    optimizer.register_load_state_dict_pre_hook(hooks.refuse_loading)
-    if hooks.part_of(optimizer) is not None:  # torch leaves the hooks out of a copy, so it could not step parts
-        optimizer.__dict__["__deepcopy__"] = functools.partial(_refuse_copy, type(optimizer).__name__)
+    """Make what reads an optimizer's state, or sets or copies it, raise if this rank has a part of it.
+
+    These are ``state_dict()``, ``load_state_dict()``, ``copy.deepcopy`` and ``optimizer.state[parameter]``.
+    """
+    hooks, optimizers = _OptimizerState(runtime), [optimizer, *(x for x in members(optimizer) if x is not optimizer)]
+    what = hooks.part_of(optimizer)
+    if what is not None:
+        close_state(optimizers, what)
+    for each in optimizers:
+        each.register_state_dict_pre_hook(hooks.refuse_shards)
+        each.register_load_state_dict_pre_hook(hooks.refuse_loading)
+        if what is not None:  # torch leaves the hooks out of a copy, so it could not step parts
+            each.__dict__["__deepcopy__"] = functools.partial(_refuse_copy, type(each).__name__)
 
 
 @dataclass

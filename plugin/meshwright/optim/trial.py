@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from meshwright.optim.chained import members
 from meshwright.optim.overrides import forget_overrides
 from meshwright.optim.zero.host_copy import on_host
+from meshwright.random_states import RandomStates
 
 _MOST = 32  # entries of a dim, since what a parameter's update reads of others does not depend on their sizes
 _SCALES = (1.0, 1e3, 1e-3)  # of the gradients, since some optimizers clip by all of them, where these are large
@@ -51,6 +52,7 @@ class Trial:
                     self.parameters.append(nn.Parameter(chosen[place].clone().to(self.device)))
                     self._memo[id(parameter)] = self.parameters[-1]
         self.optimizer: Optimizer = self._copied(optimizer)
+        self.has_drawn = False  # random numbers, which would be others for the parameters of another list
 
     def step(self, gradients: Sequence[Tensor]) -> None:
         """Step the copy with a gradient for each of its parameters, without hooks."""
@@ -58,11 +60,15 @@ class Trial:
         step = inspect.unwrap(type(self.optimizer).step)
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient.clone().to(self.device)
-        with torch.random.fork_rng(), torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            torch.manual_seed(0)
-            if callable(train := getattr(self.optimizer, "train", None)):  # schedule-free ones refuse to step otherwise
-                train()
-            step(self.optimizer)
+        before = RandomStates(self.optimizer)
+        try:
+            with torch.random.fork_rng(), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+                if callable(train := getattr(self.optimizer, "train", None)):  # schedule-free ones need it
+                    train()
+                step(self.optimizer)
+                self.has_drawn |= not before.are_unchanged
+        finally:
+            before.restore()
 
     def numbers(self) -> dict[str, str]:
         """Return the numbers and texts of the groups and of the optimizer itself."""
@@ -115,7 +121,11 @@ class Trial:
             ]
             self._memo[id(own["state"])] = defaultdict(
                 dict,
-                {p: dict(state) for p, state in started if p is not None and all(map(_is_number, state.values()))},
+                {
+                    p: self._copied(state)
+                    for p, state in started
+                    if p is not None and all(map(_is_number, state.values()))
+                },
             )
         # A scheduler has replaced methods, or an earlier call.
         replaced = ("step", "zero_grad", "add_param_group", "train", "eval")
@@ -159,45 +169,81 @@ def why_not_apart(optimizer: Optimizer) -> str | None:
 
 
 def _difference_apart(optimizer: Optimizer) -> str | None:
-    generator = torch.Generator().manual_seed(0)
-    counts = [len(group["params"]) for group in optimizer.param_groups]
-    chosen = [(i, j) for i, count in enumerate(counts) for j in sorted({0, 1, count - 1}) if 0 <= j < count]
-    halves = [[key for key in chosen if key[1] == 0 or (key[1] == 1) == is_first] for is_first in (True, False)]
-    of_all = {key: _values_like(optimizer.param_groups[key[0]]["params"][key[1]], generator) for key in chosen}
-    steps = [
-        {key: scale * torch.randn(x.shape, generator=generator, dtype=x.dtype) for key, x in of_all.items()}
-        for scale in _SCALES
-    ]
-    together: Trial | None = None
-    for keys in (chosen, *halves):
-        values = [{key[1]: of_all[key] for key in keys if key[0] == index} for index in range(len(counts))]
+    # In 64 bits first, since what an update reads of other parameters may be less than a bit of a 32-bit weight.
+    for dtype in (torch.float64, torch.float32):
+        generator = torch.Generator().manual_seed(0)
+        starts = [
+            {place: _small(group["params"][place], generator, dtype) for place in _chosen(len(group["params"]))}
+            for group in optimizer.param_groups
+        ]
+        gradients = [
+            [
+                {i: scale * torch.randn(x.shape, generator=generator, dtype=dtype) for i, x in of.items()}
+                for of in starts
+            ]
+            for scale in _SCALES
+        ]
         try:
-            trial = Trial(optimizer, values)
-            for gradients in steps:
-                trial.step([gradients[key] for key in keys])
-        except Exception as error:  # of any optimizer's own code
-            if together is None:
-                return None  # the small parameters may be what it refuses
-            return f"a step of a part of its parameters ended in {type(error).__name__}: {error}"
-        if together is None:
-            together = trial
-            starts = [of_all[key] for key in keys]
-            is_idle = all(torch.equal(p.detach().cpu(), x) for p, x in zip(trial.parameters, starts, strict=True))
-            has_rates = all(group.get("lr", 1) for group in trial.optimizer.param_groups)
-            if is_idle and has_rates and not any(map(len, trial.optimizer.state.values())):
-                return "its step() changes nothing, so it does not step the parameters that it has"
+            together = _stepped(optimizer, starts, gradients)
+        except Exception:  # of any optimizer's own code, which may refuse 64 bits or small parameters
             continue
-        pairs = [(together.parameters[chosen.index(key)], p) for key, p in zip(keys, trial.parameters, strict=True)]
-        is_alike = all(torch.equal(p.nan_to_num(), own.nan_to_num()) for p, own in pairs)
-        if not is_alike or trial.numbers() != together.numbers():
-            return "the update of a parameter changes with the other parameters that it has"
+        return _idle(together, starts) or _difference(optimizer, together, starts, gradients)
     return None
 
 
-def _values_like(parameter: nn.Parameter, generator: torch.Generator) -> Tensor:
-    """Return random values for a small parameter with as many dims, in the dtype that is stepped."""
-    dtype = parameter.dtype if parameter.dtype == torch.float64 else torch.float32
+def _chosen(count: int) -> list[int]:
+    """Return the places in a group of the parameters that are tried: the first, the second and the last."""
+    return sorted({0, 1, count - 1} & set(range(count)))
+
+
+def _small(parameter: nn.Parameter, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
+    """Return random values for a small parameter with as many dims."""
     return torch.randn([min(size, _MOST) for size in parameter.shape], generator=generator, dtype=dtype)
+
+
+def _stepped(
+    optimizer: Optimizer, starts: Sequence[dict[int, Tensor]], gradients: Sequence[Sequence[dict[int, Tensor]]]
+) -> Trial:
+    """Return a trial that has stepped parameters of these values with these gradients of each step."""
+    trial = Trial(optimizer, starts)
+    for of_step in gradients:
+        trial.step([of_group[i] for of_group, start in zip(of_step, starts, strict=True) for i in start])
+    return trial
+
+
+def _idle(trial: Trial, starts: Sequence[dict[int, Tensor]]) -> str | None:
+    values = [x for of_group in starts for x in of_group.values()]
+    is_idle = all(torch.equal(p.detach().cpu(), x) for p, x in zip(trial.parameters, values, strict=True))
+    has_rates = all(group.get("lr", 1) for group in trial.optimizer.param_groups)
+    if is_idle and has_rates and not any(map(len, trial.optimizer.state.values())):
+        return "its step() changes nothing, so it does not step the parameters that it has"
+    return None
+
+
+def _difference(
+    optimizer: Optimizer,
+    together: Trial,
+    starts: Sequence[dict[int, Tensor]],
+    gradients: Sequence[Sequence[dict[int, Tensor]]],
+) -> str | None:
+    """Return what is different if the first parameter of each group is stepped beside one other alone."""
+    if together.has_drawn:
+        return "its step() draws random numbers, which would be others for the parameters of each rank"
+    stepped = iter(together.parameters)
+    expected = [{i: next(stepped) for i in of_group} for of_group in starts]
+    for is_second in (True, False):
+        half = [{i: x for i, x in of_group.items() if i == 0 or (i == 1) == is_second} for of_group in starts]
+        try:
+            apart = _stepped(optimizer, half, gradients)
+        except Exception as error:  # of any optimizer's own code
+            return f"a step of a part of its parameters ended in {type(error).__name__}: {error}"
+        of_all = [expected[index][i] for index, of_group in enumerate(half) for i in of_group]
+        pairs = zip(of_all, apart.parameters, strict=True)
+        if not all(torch.equal(p.nan_to_num(), own.nan_to_num()) for p, own in pairs):
+            return "the update of a parameter changes with the other parameters that it has"
+        if differ := sorted(name for name, _ in together.numbers().items() ^ apart.numbers().items()):
+            return f"{differ[0]} changes with the parameters that it has"
+    return None
 
 
 def _is_number(value: object) -> bool:

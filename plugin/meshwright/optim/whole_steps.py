@@ -35,6 +35,7 @@ from meshwright.parallel.collectives import start_all_to_all_uneven
 from meshwright.parallel.gradients.buckets import flat_dtype
 from meshwright.parallel.shards.lent_parameter import LentParameter, OwnedParameter
 from meshwright.parallel.shards.reads import reading_shards
+from meshwright.parallel.shards.state_of_parts import open_state
 
 logger = logging.getLogger(__name__)
 
@@ -186,10 +187,10 @@ class WholeSteps:
                         group["params"].append(self._owned[-1].stepped)
                     elif id(parameter) in self._owners and id(parameter) in trained:
                         self._lent.append(LentParameter(parameter))
-        state = self._optimizer.state
-        for owned in self._owned:
-            if owned.whole in state:
-                state[owned.stepped] = state.pop(owned.whole)
+        with open_state(self._optimizer) as state:
+            for owned in self._owned:
+                if owned.whole in state:
+                    state[owned.stepped] = state.pop(owned.whole)
         self._compared.begin()
 
     def close(self) -> None:
@@ -207,10 +208,10 @@ class WholeSteps:
             self._scatter()
 
     def _end_window(self, groups: Sequence[dict[str, Any]]) -> None:
-        state = self._optimizer.state
-        for owned in self._owned:
-            if owned.stepped is not owned.whole and owned.stepped in state:
-                state[owned.whole] = state.pop(owned.stepped)
+        with open_state(self._optimizer) as state:
+            for owned in self._owned:
+                if owned.stepped is not owned.whole and owned.stepped in state:
+                    state[owned.whole] = state.pop(owned.stepped)
         with reading_shards():
             for owned in self._owned:
                 owned.give_back()
@@ -277,9 +278,11 @@ class WholeSteps:
             gradient, *values = filled.to(self._home).view(rows, *whole.shape)
             whole.data = values[0] if values else move.parameter.detach()  # the step is in place, and published then
             gradients.append(gradient)
-        # One read for all of them, since reading makes the host wait for CUDA.
-        found = torch.stack([torch.stack(each).amax() for each in marks]).tolist() if marks else []
-        for move, gradient, has_one in zip(moves, gradients, found, strict=True):
+        # One read, only if this rank lacks a gradient that another may have: reading makes the host wait for CUDA.
+        lacking = [each for move, each in zip(moves, marks, strict=True) if move.parameter.grad is None]
+        others_have = iter(torch.stack([torch.stack(each).amax() for each in lacking]).tolist() if lacking else ())
+        for move, gradient in zip(moves, gradients, strict=True):
+            has_one = move.parameter.grad is not None or next(others_have)
             self._wholes[id(move.parameter)].grad = gradient if has_one else None
 
     def _scatter(self) -> None:

@@ -37,6 +37,7 @@ from meshwright.optim.runtime import Runtime, Watch
 from meshwright.optim.state_parts import OptimizerParts, parts_of
 from meshwright.parallel.dropout_streams import DropoutStreams
 from meshwright.parallel.shards.reads import reading_shards
+from meshwright.parallel.shards.state_of_parts import state_of
 from meshwright.progress import Progress
 
 _Given = dict[str, Stateful | None]
@@ -246,7 +247,7 @@ class _SavedState:
             if part.master is not None:
                 self._present[master_key(name)] = part.master.detach()
             if part.key is not None:
-                state = found.optimizer.state.get(part.key, {})
+                state = state_of(found.optimizer, part.key)
                 self._present |= {state_key(name, key): x for key, x in state.items() if isinstance(x, Tensor)}
 
     def read(self, tensor: str, dtype: torch.dtype, layout: TensorLayout) -> Tensor:

@@ -21,6 +21,7 @@ from meshwright.faults.every_rank import on_every_rank
 from meshwright.faults.together import succeed_together
 from meshwright.optim.state_parts import OptimizerParts, Part
 from meshwright.optim.zero.sliced_optimizer import LentSlices
+from meshwright.parallel.shards.state_of_parts import open_state
 
 
 @on_every_rank
@@ -99,16 +100,19 @@ def set_state(found: OptimizerParts, manifest: OptimizerManifest, loaded: ReadSt
             to.data.copy_(master)
         if key is None:
             continue
-        found.optimizer.state.pop(key, None)
-        if state:
-            on_device = steps_on_device[name]
-            found.optimizer.state[key] = {
-                k: v.to(key.device) if isinstance(v, Tensor) and (v.ndim or on_device) else v for k, v in state.items()
-            }
+        on_device = steps_on_device[name]
+        with open_state(found.optimizer) as own:
+            own.pop(key, None)
+            if state:
+                own[key] = {
+                    k: v.to(key.device) if isinstance(v, Tensor) and (v.ndim or on_device) else v
+                    for k, v in state.items()
+                }
     # As in torch's own load_state_dict: the class brings the state of an older torch up to date.
     zero = found.runtime.gradients.zero
-    with contextlib.nullcontext() if zero is None else LentSlices(found.optimizer, zero):
-        found.optimizer.__setstate__({"state": found.optimizer.state, "param_groups": found.optimizer.param_groups})
+    lent = contextlib.nullcontext() if zero is None else LentSlices(found.optimizer, zero)
+    with open_state(found.optimizer) as own, lent:
+        found.optimizer.__setstate__({"state": own, "param_groups": found.optimizer.param_groups})
     if found.runtime.weights is not None:
         found.runtime.weights.release()
 

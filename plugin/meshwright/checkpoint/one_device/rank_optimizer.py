@@ -27,6 +27,7 @@ from meshwright.faults.together import succeed_together, texts_of_all
 from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.optim.state_parts import OptimizerParts, Part, parts_of
 from meshwright.parallel.shards.reads import own_shape
+from meshwright.parallel.shards.state_of_parts import state_of
 
 State = dict[str, dict[str, Any]]  # by parameter, then by key: ("cut" | "whole", dtype, shape) or an encoded value
 
@@ -81,11 +82,11 @@ class RankOptimizer:
                 values[master_key(name)] = part.master.detach
             if part.key is None:
                 continue
-            if part.key in found.optimizer.state:
-                state[name] = {k: _described(name, k, v, part) for k, v in found.optimizer.state[part.key].items()}
+            if own := state_of(found.optimizer, part.key):
+                state[name] = {k: _described(name, k, v, part) for k, v in own.items()}
             for key, described in state.get(name, {}).items():
                 if isinstance(described, tuple):
-                    values[state_key(name, key)] = found.optimizer.state[part.key][key].detach
+                    values[state_key(name, key)] = own[key].detach
         return RankOptimizer(found=found, state=state, groups=_encoded_groups(found), values=values)
 
     def text(self) -> str:

@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from meshwright.data.global_batches import Portion, Sharing, chunk_share
 from meshwright.data.nested import map_tensors
-from meshwright.data.random_states import RandomStates
 from meshwright.data.read_errors import located, name_of, reading
 from meshwright.data.readers.base import WORKER_SEEDS, Position, Reader, check_equal, check_fields, worker_options
 from meshwright.data.readers.whole_stream import is_stock
@@ -21,6 +20,7 @@ from meshwright.data.shards import ShardedSource
 from meshwright.data.shuffling import Draws, WorkerSeeds
 from meshwright.data.stream import ShardedStream, StreamRows, gather_objects
 from meshwright.mesh.axes import Axis
+from meshwright.random_states import RandomStates
 from meshwright.schema import anything, table
 
 logger = logging.getLogger(__name__)

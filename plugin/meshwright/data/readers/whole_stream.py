@@ -20,7 +20,6 @@ from meshwright.data.nested import digest, take_rows, why_no_batch
 from meshwright.data.one_length import KeepingSamples, portion_of
 from meshwright.data.own_rows import cut_rows
 from meshwright.data.peers import Peers, check_same_rows
-from meshwright.data.random_states import RandomStates
 from meshwright.data.read_errors import name_of, reading
 from meshwright.data.readers.base import (
     MOST_EPOCHS,
@@ -39,6 +38,7 @@ from meshwright.parallel.batch.fixed_inputs import FixedInputs
 from meshwright.parallel.batch.items import BatchFormat
 from meshwright.parallel.batch.schema import BatchSchema
 from meshwright.plan.loader_options import DrawsOf
+from meshwright.random_states import RandomStates
 from meshwright.schema import integer, maybe
 from meshwright.temporarily import temporarily
 

@@ -12,6 +12,7 @@ from meshwright.errors import OptimizerMismatchError
 from meshwright.optim.chained import groups_of, members
 from meshwright.optim.zero.zero_optimizer import ReduceScatter, ShardedBucket, Slice
 from meshwright.parallel.shards.reads import own_shape
+from meshwright.parallel.shards.state_of_parts import open_state
 
 
 def bind_optimizer(optimizer: Optimizer, reduction: ReduceScatter) -> None:
@@ -61,17 +62,18 @@ def step_slices(optimizer: Optimizer, reduction: ReduceScatter, new: list[Sharde
         new: buckets of parameters that were not stepped before.
     """
     pieces = [piece for sharded in new for piece in sharded.slices]
-    for shards, parameters in zip(reduction.shards, reduction.groups, strict=True):
-        members = {id(p) for p in parameters}
-        for piece in pieces:
-            if id(piece.parameter) in members:
-                shards.append(piece.shard)
-                if piece.parameter in optimizer.state:
-                    state = optimizer.state[piece.parameter].items()
-                    optimizer.state[piece.stepped] = {key: _slice_state(value, piece) for key, value in state}
-    for sharded in new:
-        for parameter in sharded.bucket.parameters:
-            optimizer.state.pop(parameter, None)
+    with open_state(optimizer) as state:
+        for shards, parameters in zip(reduction.shards, reduction.groups, strict=True):
+            members = {id(p) for p in parameters}
+            for piece in pieces:
+                if id(piece.parameter) in members:
+                    shards.append(piece.shard)
+                    if piece.parameter in state:
+                        own = state[piece.parameter].items()
+                        state[piece.stepped] = {key: _slice_state(value, piece) for key, value in own}
+        for sharded in new:
+            for parameter in sharded.bucket.parameters:
+                state.pop(parameter, None)
 
 
 def _slice_state(value: object, piece: Slice) -> object:

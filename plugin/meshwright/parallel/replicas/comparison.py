@@ -36,6 +36,7 @@ from meshwright.parallel.gradients.gradient_hooks import GradientHooks
 from meshwright.parallel.replicas.digests import OF_COUNTS, OF_OPTIMIZER, CopiedRows, Digests, copied_rows, parted
 from meshwright.parallel.replicas.state import ModuleTensors, counts_digest, optimizer_digest
 from meshwright.parallel.shards.reads import own_shape, reading_shards
+from meshwright.parallel.shards.state_of_parts import state_of
 
 ADVICE = (
     "Each rank steps a replica of the same weights. After one more step the replicas differ permanently, and averaged "
@@ -80,7 +81,7 @@ class ReplicaComparison:
         self.hooks: GradientHooks | None = None  # the program's hooks on the gradients, which all ranks run together
         self._named = list(model.named_parameters())
         self._optimizer: Optimizer | None = None
-        self._has_whole_state = False
+        self._stepped: Callable[[nn.Parameter], Tensor | None] | None = None
         self._steps = self._steps_seen = 0
         self._steps_of_part: dict[Optimizer, int] = {}
         self._stepping: Callable[[], Iterable[Optimizer]] = tuple
@@ -109,15 +110,21 @@ class ReplicaComparison:
         if self._tensors is not None:
             self._tensors = ModuleTensors(model)
 
-    def watch(self, optimizer: Optimizer, *, is_sharded: bool, stepping: Callable[[], Iterable[Optimizer]]) -> None:
-        """Compare an optimizer's settings and steps from now on, and its state unless ZeRO shards it.
+    def watch(
+        self,
+        optimizer: Optimizer,
+        *,
+        stepped: Callable[[nn.Parameter], Tensor | None] | None,
+        stepping: Callable[[], Iterable[Optimizer]],
+    ) -> None:
+        """Compare an optimizer's settings and steps from now on, and its state; where this is cut, its counts alone.
 
         Args:
             optimizer: the optimizer.
-            is_sharded: whether ranks have parts of its state.
+            stepped: returns what this rank steps of a parameter, if anything; None if it steps the parameters.
             stepping: returns the optimizers that step now, of a chain those whose turn it is; outside of a step, all.
         """
-        self._optimizer, self._has_whole_state = optimizer, not is_sharded
+        self._optimizer, self._stepped = optimizer, stepped
         self._stepping, self._steps_of_part = stepping, dict.fromkeys(stepping(), 0)
         optimizer.register_step_post_hook(self._count)
 
@@ -271,7 +278,7 @@ class ReplicaComparison:
             shared = self._shared_over(axis)
             most = max(map(len, shared))
             pad = [nothing] * (most - len(shared[axis.rank]))
-            has_state = self._optimizer is not None and self._has_whole_state
+            has_state = self._optimizer is not None and self._stepped is None
             with reading_shards():
                 own += [memory_digest(rows.of(parameter)) for parameter, rows in shared[axis.rank]] + pad
                 if has_state:
@@ -279,7 +286,7 @@ class ReplicaComparison:
             for theirs, known in zip(shared, names, strict=True):
                 keys = [rows.key for _, rows in theirs] + [""] * (most - len(theirs))
                 known += keys + [key and f"{OF_OPTIMIZER}{key}" for key in keys if has_state]
-            if has_state:
+            if self._optimizer is not None:
                 cut = [(name, p) for name, p in self._named if self._is_cut_over(axis, layout_of(p))]
                 own += [self._of_counts(parameter, nothing) for _, parameter in cut]
                 for known in names:
@@ -296,7 +303,7 @@ class ReplicaComparison:
     def _of_optimizer(self, parameter: Tensor, rows: CopiedRows, nothing: Tensor) -> Tensor:
         """Return a digest of the optimizer's state of the rows of a parameter."""
         assert self._optimizer is not None
-        state = self._optimizer.state.get(parameter, {})
+        state = state_of(self._optimizer, parameter)
 
         def take(x: Tensor) -> Tensor | None:
             return rows.of(x) if rows.start is None or x.shape == own_shape(parameter) else None
@@ -307,11 +314,14 @@ class ReplicaComparison:
 
     def _is_cut_over(self, axis: Axis, layout: TensorLayout) -> bool:
         """Whether each rank of an axis has a part of a parameter, and the optimizer counts its steps on each."""
+        if self._stepped is not None and axis is (self.mesh.copies if layout.is_over_ep else self.mesh.tokens):
+            return layout.is_held
         return layout.is_held and layout.is_over_ep is (axis is self.mesh.etp) and layout.is_cut_over(axis.name)
 
-    def _of_counts(self, parameter: Tensor, nothing: Tensor) -> Tensor:
+    def _of_counts(self, parameter: nn.Parameter, nothing: Tensor) -> Tensor:
         assert self._optimizer is not None
-        found = counts_digest(self._optimizer.state.get(parameter, {}), nothing.device)
+        stepped = parameter if self._stepped is None else self._stepped(parameter)
+        found = counts_digest(state_of(self._optimizer, stepped), nothing.device)
         return found if isinstance(found, Tensor) else torch.full_like(nothing, found)
 
     def _look(self, axis: Axis) -> None:

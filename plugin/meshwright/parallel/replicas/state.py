@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
@@ -116,16 +117,23 @@ def counts_digest(state: Mapping[str, object], device: torch.device) -> Tensor |
         state: the optimizer's state of the parameter.
         device: the parameter's device, for which the host does not wait.
     """
-    total: Tensor | int = 0
+    on_device: Tensor | None = None
+    total = 0
     for index, name in enumerate(sorted(state, key=str)):
         value, weight = state[name], _ODD + 2 * index
-        if isinstance(value, Tensor) and value.numel() == 1 and type(value) is Tensor and is_comparable(value):
+        if type(value) is Tensor and value.numel() == 1 and not value.is_complex() and is_comparable(value):
             one = value.detach().reshape(())
-            whole = torch.where(one == one.round(), one, torch.zeros_like(one)).to(torch.int64)
-            total = total + (whole if value.device == device else int(whole)) * weight
-        elif isinstance(value, int | float) and value == value // 1:
-            total = total + int(value) * weight
-    return total if isinstance(total, Tensor) else (total + 2**63) % 2**64 - 2**63
+            if one.is_floating_point():
+                one = torch.where(one == one.round(), one, torch.zeros_like(one))
+            whole = one.to(torch.int64)
+            if value.device == device:
+                on_device = whole * weight if on_device is None else on_device + whole * weight
+            else:
+                total += int(whole) * weight
+        elif isinstance(value, int | float) and math.isfinite(value) and value == value // 1:
+            total += int(value) * weight
+    of_host = (total + 2**63) % 2**64 - 2**63
+    return of_host if on_device is None else on_device + of_host
 
 
 def on_device(x: Tensor, device: torch.device) -> Tensor:

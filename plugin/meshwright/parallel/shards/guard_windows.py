@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,6 +13,7 @@ from meshwright.parallel.method_chain import ChainStep
 from meshwright.parallel.shards.reads import reading_shards
 from meshwright.parallel.shards.sharded_parameter import Shard, ShardedParameter
 from meshwright.parallel.shards.stand_in import StandIn, become
+from meshwright.parallel.shards.state_of_parts import open_state
 
 
 class Window:
@@ -46,17 +48,19 @@ class OnShards(ChainStep):
 class StepWindow:
     """Gives an optimizer's parameters and gradients the classes ``nn.Parameter`` and ``Tensor`` during its step.
 
-    torch's optimizers choose their kernels by the class of a parameter.
+    torch's optimizers choose their kernels by the class of a parameter. The state can be read in the step alone, too.
     """
 
     def __init__(self) -> None:
         self._opened: list[tuple[Tensor, type]] = []
+        self._state = contextlib.ExitStack()
 
     def over(self, optimizer: Optimizer) -> None:
         optimizer.register_step_pre_hook(self.open)
         optimizer.register_step_post_hook(self.close)
 
     def open(self, optimizer: Optimizer, args: tuple[object, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        self._state.enter_context(open_state(optimizer))
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             if isinstance(parameter, StandIn):
                 self._opened.append((parameter, type(parameter)))
@@ -85,3 +89,4 @@ class StepWindow:
         for tensor, kind in self._opened:
             become(tensor, kind)
         self._opened = []
+        self._state.close()

@@ -1,4 +1,4 @@
-"""The random states from which a dataset and its collate function may draw, and whether they drew."""
+"""The random states from which what a program brings may draw, such as a collate function, and whether it drew."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class RandomStates:
     """The states of torch, numpy and Python, and of the generators that some objects hold, when this is made.
 
     Args:
-        holders: the objects, such as a dataset or a collate function.
+        holders: the objects, such as a dataset, a collate function or an optimizer.
     """
 
     def __init__(self, *holders: object):
