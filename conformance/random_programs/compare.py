@@ -102,8 +102,10 @@ def of_failures(program: Program, failures: list[Failure], world_size: int) -> O
         return Outcome(program, "raw", f"only {len(failures)} of {world_size} ranks raise {line}", details)
     if not _CURE.search(cause.message):
         return Outcome(program, "raw", f"no cure: {line}", details)
-    is_right = any("refused" in trait.may for trait in program.traits)
-    return Outcome(program, "refused" if is_right else "false alarm", line, details)
+    refusing = [trait for trait in program.traits if "refused" in trait.may]
+    if refusing and not any(re.search(trait.tells, cause.message) for trait in refusing):
+        return Outcome(program, "raw", f"says nothing of {' or '.join(x.name for x in refusing)}: {line}", details)
+    return Outcome(program, "refused" if refusing else "false alarm", line, details)
 
 
 def of_hang(program: Program, text: str) -> Outcome:
