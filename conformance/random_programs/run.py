@@ -172,10 +172,9 @@ class Run:
         options: dict[str, Any] = {"timeout_s": TIMEOUT}
         for trait in self.traits:
             options |= trait.options
-        words = " ".join([self.program.plan, *(trait.words for trait in self.traits if trait.words)])
         optimizer = None if self._is("has_no_optimizer") else self.optimizer
         self.model, distributed, self.loader = mw.to_distributed(
-            self.model, optimizer, self.loader, plan=words, config=mw.ToDistributedConfig(**options)
+            self.model, optimizer, self.loader, plan=self.program.words, config=mw.ToDistributedConfig(**options)
         )
         self.optimizer = self.optimizer if optimizer is None else distributed
 

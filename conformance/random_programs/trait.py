@@ -17,6 +17,7 @@ Verdict = Literal[
 ]
 EQUAL: frozenset[Verdict] = frozenset({"equal"})
 TOLD: frozenset[Verdict] = frozenset({"equal", "refused"})
+SPLIT = r"dp|ga|mb2"  # plans that compute parts of a batch apart
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +32,8 @@ class Trait:
         may: the verdicts that are right for a program with this trait.
         tells: a pattern of the errors that are right for this trait, so that they name it (default: any text).
         warns: a pattern of the warning that is enough for this trait, where nothing can know that the program is wrong.
-        by_design: whether the table "By design" of docs/equality.md says that such a program differs without a warning.
+        by_design: a pattern of the plans under which the table "By design" of docs/equality.md says that such a program
+            differs without a warning (default: none).
         without: names or kinds of other traits with which a program would not be valid, or has no meaning.
         place: the path of the module that the trait replaces, such as "mlp"; no other trait may change what lies there.
         is_local: whether the loss that the program prints is one of this rank's rows; it is then not compared.
@@ -65,7 +67,7 @@ class Trait:
     may: frozenset[Verdict] = EQUAL
     tells: str = ""
     warns: str = ""
-    by_design: bool = False
+    by_design: str = ""
     without: frozenset[str] = frozenset()
     place: str = ""
     is_local: bool = False

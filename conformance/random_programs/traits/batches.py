@@ -314,8 +314,8 @@ def _plain(run: Run, dataset: Any, **options: Any) -> Any:
 def _batches(run: Run, rows: Any, *, weights: int = 0) -> list[Any]:
     """Return ready batches, perhaps with weights of classes beside the rows."""
     size = run.settings["rows"]
-    made = [run.collate(rows[start : start + size]) for start in range(0, len(rows), size)]
-    return [batch | {"weights": torch.arange(1.0, weights + 1).double()} if weights else batch for batch in made]
+    more = {"weights": torch.arange(1.0, weights + 1).double()} if weights else {}
+    return [run.collate(rows[start : start + size]) | more for start in range(0, len(rows), size)]
 
 
 class _Around:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from conformance.random_programs.trait import TOLD, Trait
+from conformance.random_programs.trait import SPLIT, TOLD, Trait
 
 if TYPE_CHECKING:
     from conformance.random_programs.run import Run
@@ -166,7 +166,7 @@ for _name, _build in {
             kind="batch-wide",
             may=TOLD,
             warns="sees this rank's",
-            by_design=_name in ("rows mixed with the next", "inputs permuted by a hook"),
+            by_design=SPLIT if _name in ("rows mixed with the next", "inputs permuted by a hook") else "",
             build=_build,
             without=frozenset({"generate"}),
         )
@@ -262,7 +262,9 @@ for _index, (_name, (_path, _kind, _function)) in enumerate(_HOOKS.items()):
                 kind="module hook",
                 may=TOLD,
                 warns="sees this rank's|micro-batch",
-                by_design=_says or "clipped" in _name,  # an activation's gradient, and its norm, are of a rank's rows
+                by_design=SPLIT
+                if _says or "clipped" in _name
+                else "",  # an activation's gradient, and its norm, are of a rank's rows
                 without=_ONCE | {"sharing", "batch-wide"} | _more,
                 **{_WHEN[_when]: _install},
             )

@@ -191,8 +191,15 @@ def _own(run: Run, path: str, forward: Any) -> None:
     owners = run.layers if path in _IN_LAYERS else [run.model if path == "lm_head" else run.model.model]
     for owner in owners:
         module = owner if path == "layer" else owner.get_submodule(path)
-        base = type(module)
-        module.__class__ = type(f"Own{base.__name__}", (base,), {"forward": functools.partialmethod(forward, base)})
+        module.__class__ = _with_forward(type(module), forward)
+
+
+def _with_forward(base: Any, forward: Any) -> Any:
+    class Own(base):  # type: ignore[misc]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return forward(self, base, *args, **kwargs)
+
+    return Own
 
 
 def _rounded(values: Tensor, step: Tensor) -> Tensor:
