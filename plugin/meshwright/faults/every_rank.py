@@ -65,7 +65,9 @@ def advice(said: Mapping[str, str]) -> list[str]:
         elif call == BACKWARD:
             lines.append(f"{ranks} alone called backward(): skip a batch on every rank, or on none")
         elif call == EPOCH:
-            lines.append(f"{ranks} alone began to iterate: train all batches on every rank, and skip one on all or none")
+            lines.append(
+                f"{ranks} alone began to iterate: train all batches on every rank, and skip one on all or none"
+            )
         else:
             lines.append(f"{ranks} alone called {call}(), which every rank must call: take it out of `if rank == 0:`")
     return lines
