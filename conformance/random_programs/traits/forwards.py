@@ -212,6 +212,10 @@ def _gated(x: Tensor) -> Tensor:
     return x * x.mean(-1, keepdim=True).sigmoid()
 
 
+def _small(x: Tensor) -> Tensor:
+    return x.clamp(-0.05, 0.05)
+
+
 def _in_8_bits(x: Tensor) -> Tensor:
     step = x.detach().abs().amax(-1, keepdim=True) / 127 + 1e-9
     return x + ((x / step).round() * step - x).detach()
@@ -241,7 +245,7 @@ _HOOKS: dict[str, tuple[str, str, Any]] = {  # what it does -> module, kind of h
     "an mlp's gradients clipped": ("model.layers.0.mlp", _BACKWARD, lambda run: _clipped),
     "attention over its norm": ("model.layers.1.self_attn", _FORWARD, lambda run: _changed(_over_norm)),
     "inputs of down_proj in 8 bits": ("model.layers.0.mlp.down_proj", _BEFORE, lambda run: _given(_in_8_bits)),
-    "inputs of down_proj clamped": ("model.layers.0.mlp.down_proj", _BEFORE, lambda run: _given(lambda x: x.clamp(-0.05, 0.05))),
+    "inputs of down_proj clamped": ("model.layers.0.mlp.down_proj", _BEFORE, lambda run: _given(_small)),
     "down_proj's gradients clipped": ("model.layers.0.mlp.down_proj", _BACKWARD, lambda run: _clipped),
     "queries over their norm": ("model.layers.0.self_attn.q_proj", _FORWARD, lambda run: _changed(_over_norm)),
     "the last norm said": ("model.norm", _FORWARD, _say_norm),

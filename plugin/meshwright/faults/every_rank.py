@@ -66,7 +66,7 @@ def advice(said: Mapping[str, str]) -> list[str]:
             lines.append(f"{ranks} alone called backward(): skip a batch on every rank, or on none")
         elif call == EPOCH:
             lines.append(
-                f"{ranks} alone began to iterate: train all batches on every rank, and skip one on all or none"
+                f"{ranks} alone began to iterate: run each batch on every rank, and skip it on all or none"
             )
         else:
             lines.append(f"{ranks} alone called {call}(), which every rank must call: take it out of `if rank == 0:`")
