@@ -25,7 +25,7 @@ FAULTS: tuple[Verdict, ...] = ("SILENT", "raw", "hang", "false alarm", "nothing 
 # A program is legal and the same on all ranks, so only these errors can be about the program.
 _CURABLE = {name for name, x in vars(meshwright.errors).items() if isinstance(x, type) and issubclass(x, Exception)}
 _FOLLOWS = "PeerFailedError"  # what a rank raises because another one has failed
-_SWALLOWED = re.compile(r"meshwright: rank \d[^\n]* the program caught (\w+) and went on.*", re.DOTALL)
+_SWALLOWED = re.compile(r"meshwright: rank \d[^\n]* the program caught \w+ and went on.*", re.DOTALL)
 # A cure tells the user to do something, and has it as code.
 _VERBS = (
     "add|build|call|change|choose|compute|create|divide|drop|freeze|give|leave|load|make|move|name|pass|put|read|register"
@@ -185,7 +185,7 @@ def _is_ours(failure: Failure) -> bool:
 def _said_at_the_end(failure: Failure) -> Failure:
     """Return the error with which Meshwright ended a process whose program had caught it, if that is a failure."""
     said = _SWALLOWED.search(failure.traceback) if failure.type_name == "WorkerDied" else None
-    return failure if said is None else replace(failure, type_name=said[1], message=said[0])
+    return failure if said is None else replace(failure, type_name="DivergenceError", message=said[0])
 
 
 def _last_line(text: str) -> str:

@@ -17,7 +17,7 @@ Verdict = Literal[
 ]
 EQUAL: frozenset[Verdict] = frozenset({"equal"})
 TOLD: frozenset[Verdict] = frozenset({"equal", "refused"})
-SPLIT = r"dp|ga|mb2"  # plans that compute parts of a batch apart
+SPLIT = r"dp|ga|mb"  # plans that compute parts of a batch apart
 
 
 @dataclass(frozen=True, kw_only=True)

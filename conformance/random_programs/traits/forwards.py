@@ -71,6 +71,17 @@ def _python_counter(run: Run) -> None:
     _after_layer(run, count)
 
 
+def _calls_counted(run: Run) -> None:
+    """Count in a list of the program, which is no attribute of the module."""
+    calls: list[int] = []
+
+    def count(module: Any, hidden: Tensor) -> Tensor:
+        calls.append(1)
+        return hidden * (1 + 0.01 * len(calls))
+
+    _after_layer(run, count)
+
+
 def _running_mean(run: Run) -> None:
     run.layers[0].register_buffer("mean", torch.zeros(32, dtype=torch.float64))
 
@@ -114,6 +125,7 @@ for _name, _build in {
     "BatchNorm after an mlp": lambda run: _add_batch_norm(run.layers[0], "mlp", False),
     "a buffer that counts": _step_counter,
     "a number that counts": _python_counter,
+    "calls that a list counts": _calls_counted,
     "a running mean": _running_mean,
     "a running maximum": _largest_seen,
     "forward writes a weight": _write_weights,

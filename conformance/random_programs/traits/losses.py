@@ -252,6 +252,8 @@ def _watch(run: Run) -> None:
 
 def _auxiliary(run: Run, batch: Batch, loss: Tensor, *, is_declared: bool) -> Tensor:
     seen = run.memory[_SEEN]
+    if not seen:  # on a rank without this layer
+        return loss
     term = seen[-1].pow(2).mean()
     rows = len(seen[-1])
     seen.clear()

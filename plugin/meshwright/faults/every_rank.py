@@ -65,9 +65,7 @@ def advice(said: Mapping[str, str]) -> list[str]:
         elif call == BACKWARD:
             lines.append(f"{ranks} alone called backward(): skip a batch on every rank, or on none")
         elif call == EPOCH:
-            lines.append(
-                f"{ranks} alone began to iterate: run each batch on every rank, and skip it on all or none"
-            )
+            lines.append(f"{ranks} alone began to iterate: run each batch on every rank, and skip it on all or none")
         else:
             lines.append(f"{ranks} alone called {call}(), which every rank must call: take it out of `if rank == 0:`")
     return lines
