@@ -175,8 +175,8 @@ def _relative(actual: Any, expected: Any) -> float:
 
 def _is_ours(failure: Failure) -> bool:
     """Return whether an error is one of Meshwright's: of its classes, or a ValueError that its code raises."""
-    if failure.type_name in _CURABLE:
-        return True
+    if failure.type_name in _CURABLE:  # unless another library has a class of this name, as torch's CheckpointError
+        return not re.search(rf"^(?!meshwright)\w[\w.]*\.{failure.type_name}\b", failure.traceback, re.MULTILINE)
     raised = list(re.finditer(r'File "', failure.traceback))
     last = failure.traceback[raised[-1].start() :] if raised else ""
     return failure.type_name == "ValueError" and _RAISED.match(last) is not None

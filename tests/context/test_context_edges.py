@@ -247,7 +247,9 @@ def warnings_of_a_hook(module: str) -> list[str]:
         model = distributed()
         model(**batch()).loss.backward()
         assert not said
-        model.get_submodule(module).register_forward_hook(lambda *_: None)
+        hooked = model.get_submodule(module)
+        is_last = module == "model.norm"
+        (hooked.register_full_backward_hook if is_last else hooked.register_forward_hook)(lambda *_: None)
         model(**batch()).loss.backward()
     finally:
         logger.removeHandler(handler)

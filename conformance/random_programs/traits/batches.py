@@ -404,6 +404,7 @@ for _name, _ready in {"remade": _remade, "with skipped batches": _skipped, "in a
             name=f"the call's loader, {_name}",
             kind="loader",
             may=TOLD,
+            tells="loader",
             ready=_ready,
             without=_LOADED | ({"resume"} if _ready is _skipped else set()),
         )

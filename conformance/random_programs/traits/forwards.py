@@ -134,7 +134,19 @@ for _name, _build in {
     _more = {"tied"} if "max_norm" in _name else {"sharing"} if "mlp" in _name else set()
     _place = "mlp" if "mlp" in _name else ""
     _told = "sees this rank's|changes .* in each micro-batch"
-    add(Trait(name=_name, kind="state", may=TOLD, warns=_told, build=_build, place=_place, without=_ONCE | _more))
+    _counts = "ga|mb" if _name == "calls that a list counts" else ""  # of micro-batches, which nothing can know
+    add(
+        Trait(
+            name=_name,
+            kind="state",
+            may=TOLD,
+            warns=_told,
+            build=_build,
+            place=_place,
+            by_design=_counts,
+            without=_ONCE | _more,
+        )
+    )
 add(
     Trait(
         name="scale_grad_by_freq",
@@ -277,6 +289,7 @@ for _index, (_name, (_path, _kind, _function)) in enumerate(_HOOKS.items()):
                 name=f"hook {_when}: {_name}",
                 kind="module hook",
                 may=TOLD,
+                tells="hook",
                 warns="sees this rank's|micro-batch",
                 by_design=SPLIT
                 if _says or "clipped" in _name

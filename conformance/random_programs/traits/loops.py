@@ -235,23 +235,26 @@ def _without_old_words(grad: Tensor) -> Tensor:
     return grad
 
 
-for _name, _install in {
-    "new words alone, by rows": _on_words(_without_old_words),
-    "new words alone, by a mask": _on_words(lambda grad: grad * (torch.arange(97) >= 90)[:, None]),
-    "gradients over their norm": _on_each(lambda grad: grad / (grad.norm() + 1)),
-    "gradients minus their mean": _on_each(lambda grad: grad - grad.mean()),
-    "gradients halved when summed": _after_each(lambda grad: grad.mul_(0.5)),
-    "gradients clipped when summed": _after_each(lambda grad: grad.clamp_(-1e-4, 1e-4)),
-    "gradients clipped by each norm": _after_each(lambda grad: grad.div_(grad.norm() + 1)),
-    "a hook of all gradients": _together,
-}.items():
+for _index, (_name, _install) in enumerate(
+    {
+        "new words alone, by rows": _on_words(_without_old_words),
+        "new words alone, by a mask": _on_words(lambda grad: grad * (torch.arange(97) >= 90)[:, None]),
+        "gradients over their norm": _on_each(lambda grad: grad / (grad.norm() + 1)),
+        "gradients minus their mean": _on_each(lambda grad: grad - grad.mean()),
+        "gradients halved when summed": _after_each(lambda grad: grad.mul_(0.5)),
+        "gradients clipped when summed": _after_each(lambda grad: grad.clamp_(-1e-4, 1e-4)),
+        "gradients clipped by each norm": _after_each(lambda grad: grad.div_(grad.norm() + 1)),
+        "a hook of all gradients": _together,
+    }.items()
+):
     _more = {"sharing", "parametrization", "tied", "head"} | ({"freezing"} if "words" in _name else set())
-    for _when, _point in {"before": "build", "after": "ready", "in step 1": "event"}.items():
+    for _when, _point in (("before", "build"), (("after", "ready"), ("in step 1", "event"))[_index % 2]):
         add(
             Trait(
                 name=f"hook {_when}: {_name}",
                 kind="hook",
                 may=TOLD,
+                tells="hook|gradient",
                 without=frozenset(_more),
                 **{_point: _install},  # type: ignore[arg-type]
             )
@@ -284,6 +287,7 @@ for _what, _error in {"a bad row": IndexError, "out of memory": RuntimeError, "a
             name=f"{_what} is skipped",
             kind="loss",
             may=TOLD,
+            tells="skip|caught",
             values={"skips": (_error,)},
             example=_mark,
             loss=functools.partial(_fail, is_late=_error is RuntimeError),

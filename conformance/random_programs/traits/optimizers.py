@@ -238,6 +238,7 @@ for _name, _update in _UPDATES.items():
             name=f"own optimizer: {_name}",
             kind="optimizer",
             may=TOLD,
+            tells="_Own",
             optimizer=lambda model, update=_update: _Own(list(model.parameters()), update),  # type: ignore[misc]
         )
     )
@@ -343,6 +344,7 @@ for _name, _points in {
                 name=f"{_name}, {_when}",
                 kind="step hook",
                 may=TOLD,
+                tells="hooks of its step|_replace_step|gradient|the result of norm",
                 without=frozenset({"made", "schedule"}),
                 **{_point: _points},  # type: ignore[arg-type]
             )
@@ -383,6 +385,7 @@ for _name, _direction in {
             name=f"sharpness {_name}",
             kind="gradients",
             may=TOLD,
+            tells="gradient",
             gradients=lambda run, direction=_direction: _sharpen(run, direction),  # type: ignore[misc]
             without=frozenset({"loss", "keyword", "factor", "term", "accumulation", "state", "hook", "module hook"}),
         )
@@ -422,6 +425,7 @@ add(
         name="groups by shape after the call",
         kind="schedule",
         may=TOLD,
+        tells="add_param_group",
         ready=_group_by_shape,
         without=frozenset({"made", "optimizer", "head", "resume"}),
     )
@@ -432,6 +436,7 @@ add(
         name="a group that is added later",
         kind="schedule",
         may=TOLD,
+        tells="group",
         optimizer=lambda model: torch.optim.AdamW([*model.parameters()][::2], lr=1e-3),
         event=_add_group,
         without=frozenset({"made", "optimizer", "resume"}),

@@ -218,14 +218,14 @@ def _late_adapter(run: Run) -> None:
 
 
 _LATER = {"after": "ready", "in step 1": "event"}
-for _name, _change, _more in (
-    ("tied", _tie, {"head", "tied", "gemma2", "parametrization"}),
-    ("layers swapped", _swap_layers, {"state"}),
-    ("a layer dropped", _drop_layer, {"state", "load_state_dict"}),
-    ("another activation", _new_activation, {"phi3"}),
-    ("another epsilon", _larger_epsilon, set[str]()),
-    ("a new weight", _new_weight, {"state"}),
-    ("an adapter added", _late_adapter, {"load_state_dict"}),
+for _name, _names, _change, _more in (
+    ("tied", "lm_head.weight|embed_tokens", _tie, {"head", "tied", "gemma2", "parametrization"}),
+    ("layers swapped", "layers", _swap_layers, {"state"}),
+    ("a layer dropped", "layers", _drop_layer, {"state", "load_state_dict"}),
+    ("another activation", "act_fn", _new_activation, {"phi3"}),
+    ("another epsilon", "variance_epsilon", _larger_epsilon, set[str]()),
+    ("a new weight", "norm.weight", _new_weight, {"state"}),
+    ("an adapter added", "late|add_param_group", _late_adapter, {"load_state_dict"}),
 ):
     for _when, _point in _LATER.items():
         add(
@@ -233,6 +233,7 @@ for _name, _change, _more in (
                 name=f"{_name}, {_when}",
                 kind="change",
                 may=TOLD,
+                tells=_names,
                 place="mlp.act_fn" if _change is _new_activation else "",
                 without=frozenset({"sharing", "average", "write", "made", "resume", "optimizer", "freezing", *_more}),
                 **{_point: _change},  # type: ignore[arg-type]
