@@ -79,7 +79,7 @@ help:
 	@echo 'make resumes       runs of 20 steps under ten plans, loaded after each step and compared to the bit'
 	@echo 'make random-kills  runs whose ranks are really killed or stopped, with restarts; half an hour'
 	@echo 'make verify        meshwright verify on twenty published configs, and on 23 models with a planted fault'
-	@echo 'make programs      1,000 random training programs under 30 plans against one process; a quarter of an hour'
+	@echo 'make programs      2,000 random training programs under 30 plans against one process; 20 minutes on 2 cores'
 	@echo 'make setup         only create .venv and install what the others need, as pinned by constraints.txt'
 	@echo 'make browser       install chromium by apt-get, which needs root; one test opens a page in it, or is skipped'
 	@echo 'make slurm         install Slurm and munge by apt-get, which needs root, for tests on a local cluster'

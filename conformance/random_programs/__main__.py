@@ -21,7 +21,7 @@ from conformance.random_programs.traits import TRAITS
 
 
 def main(
-    count: Annotated[int, typer.Option(help="number of programs")] = 1000,
+    count: Annotated[int, typer.Option(help="number of programs")] = 2000,
     seed: Annotated[int, typer.Option(help="seed of the first program; the seeds count up from it")] = 0,
     only: Annotated[bool, typer.Option("--only", help="run the program of --seed alone, with its whole error")] = False,
     minutes: Annotated[float | None, typer.Option(help="time after which no program is begun (default: none)")] = None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -25,6 +25,7 @@ FAULTS: tuple[Verdict, ...] = ("SILENT", "raw", "hang", "false alarm", "nothing 
 # A program is legal and the same on all ranks, so only these errors can be about the program.
 _CURABLE = {name for name, x in vars(meshwright.errors).items() if isinstance(x, type) and issubclass(x, Exception)}
 _FOLLOWS = "PeerFailedError"  # what a rank raises because another one has failed
+_SWALLOWED = re.compile(r"meshwright: rank \d[^\n]* the program caught \w+ and went on.*", re.DOTALL)
 # A cure tells the user to do something, and has it as code.
 _VERBS = (
     "add|build|call|change|choose|compute|create|divide|drop|freeze|give|leave|load|make|move|name|pass|put|read|register"
@@ -83,13 +84,14 @@ def of_numbers(program: Program, ranks: list[Numbers], expected: Numbers) -> Out
     warnings = [text for rank in ranks for text in rank.warnings]
     told = [text for text in warnings for trait in program.traits if trait.warns and re.search(trait.warns, text)]
     said = f"{what} off by {difference:.0e}" + "".join(f"; {text}"[:300] for text in (told or warnings)[:1])
-    is_known = any(trait.by_design for trait in program.traits)
+    is_known = any(trait.by_design and re.search(trait.by_design, program.words) for trait in program.traits)
     return Outcome(program, "warned" if told else "by design" if is_known else "SILENT", said)
 
 
 def of_failures(program: Program, failures: list[Failure], world_size: int) -> Outcome:
     """Return the verdict on a program that raised on some ranks: refused, if all say what to change."""
     details = "\n".join(failure.traceback for failure in failures)
+    failures = [_said_at_the_end(failure) for failure in failures]
     causes = sorted((f for f in failures if f.type_name != _FOLLOWS), key=lambda f: f.time)
     cause = (causes or failures)[0]
     line = f"{cause.type_name}: {' '.join(cause.message.split())}"[:300]
@@ -102,8 +104,10 @@ def of_failures(program: Program, failures: list[Failure], world_size: int) -> O
         return Outcome(program, "raw", f"only {len(failures)} of {world_size} ranks raise {line}", details)
     if not _CURE.search(cause.message):
         return Outcome(program, "raw", f"no cure: {line}", details)
-    is_right = any("refused" in trait.may for trait in program.traits)
-    return Outcome(program, "refused" if is_right else "false alarm", line, details)
+    refusing = [trait for trait in program.traits if "refused" in trait.may]
+    if refusing and not any(re.search(trait.tells, cause.message) for trait in refusing):
+        return Outcome(program, "raw", f"says nothing of {' or '.join(x.name for x in refusing)}: {line}", details)
+    return Outcome(program, "refused" if refusing else "false alarm", line, details)
 
 
 def of_hang(program: Program, text: str) -> Outcome:
@@ -171,11 +175,17 @@ def _relative(actual: Any, expected: Any) -> float:
 
 def _is_ours(failure: Failure) -> bool:
     """Return whether an error is one of Meshwright's: of its classes, or a ValueError that its code raises."""
-    if failure.type_name in _CURABLE:
-        return True
+    if failure.type_name in _CURABLE:  # unless another library has a class of this name, as torch's CheckpointError
+        return not re.search(rf"^(?!meshwright)\w[\w.]*\.{failure.type_name}\b", failure.traceback, re.MULTILINE)
     raised = list(re.finditer(r'File "', failure.traceback))
     last = failure.traceback[raised[-1].start() :] if raised else ""
     return failure.type_name == "ValueError" and _RAISED.match(last) is not None
+
+
+def _said_at_the_end(failure: Failure) -> Failure:
+    """Return the error with which Meshwright ended a process whose program had caught it, if that is a failure."""
+    said = _SWALLOWED.search(failure.traceback) if failure.type_name == "WorkerDied" else None
+    return failure if said is None else replace(failure, type_name="DivergenceError", message=said[0])
 
 
 def _last_line(text: str) -> str:

@@ -88,6 +88,11 @@ class Program:
         return [TRAITS[name] for name in self.names]
 
     @property
+    def words(self) -> str:
+        """The plan, with what traits add to it."""
+        return " ".join([self.plan, *(trait.words for trait in self.traits if trait.words)])
+
+    @property
     def world_size(self) -> int:
         return PLANS[self.plan]
 

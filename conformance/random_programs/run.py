@@ -72,6 +72,7 @@ class Run:
         "clips": True,
         "zeroing": "optimizer",
         "uses_cache_on_one": True,
+        "skips": (),  # errors upon which the loop goes on with the next batch
     }
 
     def __init__(self, program: Program, distributed: bool):
@@ -79,6 +80,7 @@ class Run:
         self.settings = self.SETTINGS | {name: x for trait in self.traits for name, x in trait.values.items()}
         self.numbers, self.memory = Numbers(), dict[str, Any]()
         self.step, self.average, self.scheduler = 0, None, None
+        self.current: dict[str, Any] = {}
         self.model: Any = self.new_model()
         if not distributed and not self.settings["uses_cache_on_one"]:
             self.model.config.use_cache = False
@@ -98,11 +100,15 @@ class Run:
         while self.step < STEPS:
             for batch in self.loader:
                 passes += 1
+                self.current = batch
                 is_last = passes % count == 0
-                with self._context(is_last):
-                    loss = self._loss(batch)
-                    self.numbers.losses.append(loss.item())
-                    (loss / count).backward()
+                try:
+                    with self._context(is_last):
+                        loss = self._loss(batch)
+                        self.numbers.losses.append(loss.item())
+                        (loss / count).backward()
+                except self.settings["skips"]:
+                    continue
                 if is_last:
                     self._step()
                 if self.step == STEPS:
@@ -142,9 +148,14 @@ class Run:
         """Return the rows of all ranks, as the docs tell users to take them for what mixes the rows of a batch."""
         return mw.gather_rows(rows, self.model) if self.distributed else rows
 
+    @property
+    def collate(self) -> Callable[[list[Any]], Any]:
+        """The function that makes a batch of examples."""
+        return self._only("collate") or default_collate
+
     def batch(self) -> dict[str, Any]:
         """Return a batch for evaluation, the same on all ranks."""
-        return self._collate()(_examples(self.program, self.settings)[: self.settings["rows"]])
+        return self.collate(_examples(self.program, self.settings)[: self.settings["rows"]])
 
     def evaluate(self, model: Any) -> float:
         """Return the loss of a batch in eval mode."""
@@ -161,10 +172,9 @@ class Run:
         options: dict[str, Any] = {"timeout_s": TIMEOUT}
         for trait in self.traits:
             options |= trait.options
-        words = " ".join([self.program.plan, *(trait.words for trait in self.traits if trait.words)])
         optimizer = None if self._is("has_no_optimizer") else self.optimizer
         self.model, distributed, self.loader = mw.to_distributed(
-            self.model, optimizer, self.loader, plan=words, config=mw.ToDistributedConfig(**options)
+            self.model, optimizer, self.loader, plan=self.program.words, config=mw.ToDistributedConfig(**options)
         )
         self.optimizer = self.optimizer if optimizer is None else distributed
 
@@ -208,7 +218,8 @@ class Run:
             numbers.average = self._whole(self.average.module if is_wrapped else self.average)
         if self.distributed:
             numbers.plan = mw.plan_of(self.model).label
-        changes = [(x - self.start[name]).abs().max().item() for name, x in numbers.weights.items() if x.numel()]
+        known = {name: x for name, x in numbers.weights.items() if x.numel() and name in self.start}
+        changes = [(x - self.start[name]).abs().max().item() for name, x in known.items()]
         numbers.moved = max(changes, default=0.0)
 
     def _whole(self, model: Any) -> dict[str, Tensor]:
@@ -232,12 +243,12 @@ class Run:
     def _is(self, attribute: str) -> bool:
         return any(getattr(trait, attribute) for trait in self.traits)
 
-    def _collate(self) -> Callable[[list[Any]], Any]:
-        return self._only("collate") or default_collate
-
-    def _new_loader(self) -> DataLoader[Any]:
+    def _new_loader(self) -> Any:
         examples = _examples(self.program, self.settings)
-        return DataLoader(examples, batch_size=self.settings["rows"], shuffle=True, collate_fn=self._collate())  # type: ignore[arg-type]
+        dataset = (self._only("dataset") or list)(examples)
+        if (make := self._only("loader")) is not None:
+            return make(self, dataset)
+        return DataLoader(dataset, batch_size=self.settings["rows"], shuffle=True, collate_fn=self.collate)
 
 
 def _build(program: Program, settings: dict[str, Any], seed: int) -> nn.Module:
@@ -254,6 +265,8 @@ def _build(program: Program, settings: dict[str, Any], seed: int) -> nn.Module:
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.3)
+    for trait in program.traits:
+        model = model if trait.model is None else trait.model(model)
     return model
 
 

@@ -6,6 +6,7 @@ Tolerance 1e-10 in float64 unless a test says otherwise: only the order of sums 
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 from functools import partial
 from pathlib import Path
@@ -247,7 +248,9 @@ def warnings_of_a_hook(module: str) -> list[str]:
         model = distributed()
         model(**batch()).loss.backward()
         assert not said
-        model.get_submodule(module).register_forward_hook(lambda *_: None)
+        hooked = model.get_submodule(module)
+        is_last = module == "model.norm"
+        (hooked.register_full_backward_hook if is_last else hooked.register_forward_hook)(lambda *_: None)
         model(**batch()).loss.backward()
     finally:
         logger.removeHandler(handler)
@@ -257,7 +260,7 @@ def warnings_of_a_hook(module: str) -> list[str]:
 @pytest.mark.parametrize("module", ["model", "model.layers.1", "model.layers.0.mlp.up_proj", "model.norm", "lm_head"])
 def test_hooks_that_see_some_tokens_are_warned_of(module: str, pool2: Any) -> None:
     for said in pool2.run(warnings_of_a_hook, module):
-        assert len(said) == 1 and f"a forward hook on {module} sees this rank's tokens only" in said[0]
+        assert len(said) == 1 and f"a hook on {module} sees this rank's tokens only" in said[0]
 
 
 # ---- checkpoints ----------------------------------------------------------------------------------------------------
@@ -399,3 +402,20 @@ def test_an_attention_that_chooses_its_tokens_by_projections_of_its_own_is_refus
     model.model.layers[1].self_attn.indexer = nn.Sequential(nn.Linear(32, 4), nn.Linear(32, 4))
     with pytest.raises(mw.PlanError, match=r"layers.1.self_attn.indexer \(Sequential\) has projections of its own"):
         record_context(find_decoder(model))
+
+
+def first_layers_moved() -> list[str]:
+    found = []
+    for plan in ("tp2+sp", "cp2"):
+        model: Any = mw.to_distributed(build("llama"), plan=plan)[0]
+        model.model.layers.insert(0, model.model.layers.pop(1))
+        with pytest.raises(mw.errors.PlanError) as raised:
+            model(**batch())
+        found.append(str(raised.value))
+    return found
+
+
+def test_another_first_layer_than_at_the_call_is_named(pool2: Any) -> None:
+    """The tokens are cut before the first layer; under cp it had them whole, under sp the sizes did not fit."""
+    for said in itertools.chain(*pool2.run(first_layers_moved)):
+        assert said.startswith("model.layers has another layer at its start") and "before to_distributed" in said

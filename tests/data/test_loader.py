@@ -16,6 +16,7 @@ import meshwright as mw
 from meshwright.data.loader import DistributedLoader
 from meshwright.data.peers import LoaderMesh, Peers
 from meshwright.errors import LoaderError
+from meshwright.faults.guard import start_guard
 from meshwright.mesh.axes import Axis
 from support.tiers import crossing
 
@@ -115,6 +116,22 @@ def lengths() -> tuple[int, int, str]:
     user = make("sequential", 10, 4)
     loader = DistributedLoader(user, LoaderMesh(dp=dp_axis, peers=Peers((tp_axis,))))
     return len(loader), loader.batch_size, type(loader.dataset).__name__
+
+
+def begin_alone() -> None:
+    guard = start_guard(timeout=60)
+    assert guard is not None
+    _, dp = axes(1)
+    loader = DistributedLoader(make("shuffled", 8, 4), LoaderMesh(dp=dp))
+    if dist.get_rank() == 1:
+        next(iter(loader))
+    guard.meet("forward pass", dp.group)
+
+
+def test_a_rank_that_begins_an_epoch_before_the_others_is_named(pool2: Any) -> None:
+    """Its loop has skipped the last batch, in which the others wait: both end at once, and not by the timeout."""
+    for kind, message in pool2.run_expecting_error(begin_alone, timeout=30):
+        assert kind == "DivergenceError" and "rank 1 alone began to iterate: run each batch" in message
 
 
 def test_a_loader_still_looks_like_the_users(pool2: Any) -> None:

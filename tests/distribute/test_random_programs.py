@@ -1,4 +1,4 @@
-"""A few of the programs of ``python -m conformance.random_programs``, which runs a thousand, and its planted faults."""
+"""A few of the programs of ``python -m conformance.random_programs``, which runs 2,000, and its planted faults."""
 
 from __future__ import annotations
 
@@ -144,8 +144,8 @@ def test_only_an_error_with_a_cure_on_each_rank_is_a_refusal(failures: list[Fail
 
 
 def test_pairs_are_drawn_evenly() -> None:
-    drawn = [Program.drawn(seed) for seed in range(1000)]
-    assert drawn == [Program.drawn(seed) for seed in range(1000)]
+    drawn = [Program.drawn(seed) for seed in range(2000)]
+    assert drawn[:500] == [Program.drawn(seed) for seed in range(500)]
     plans = Counter(each.plan for each in drawn)
     assert set(plans) == set(PLANS)
     assert max(plans.values()) < 3 * min(plans.values())

@@ -95,6 +95,7 @@ class Program(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(4, 4))
+        self.norm = nn.Identity()
         self.register_buffer("count", torch.zeros(()))
         self.seen: list[object] = []
 
@@ -104,14 +105,17 @@ class Program(nn.Module):
         self.table.mul_(2)
         assert int(input_ids.max()) == 0 and torch.zeros(1, device="cpu").device == self.weight.device
         assert (torch.arange(3) * 1).dtype == torch.int64 and (torch.arange(3) * 1.0).dtype == torch.float32
-        hidden = self.table[input_ids].to(self.weight) @ self.weight
+        hidden = self.norm(self.table[input_ids].to(self.weight) @ self.weight)
         self.seen.append(hidden.dtype)
         return hidden * torch.tensor([1.0, 2.0, 3.0, 4.0])
 
 
 def test_tensors_with_values_are_read_and_not_written() -> None:
     model = Program()
+    kept: list[Tensor] = []  # by a hook of the program, outside of the model, where nothing would put it back
+    model.norm.register_forward_hook(lambda _, __, output: kept.append(output))
     output = run_without_values(model, rows=2, length=3, instead="none")
+    assert not kept and len(model.norm._forward_hooks) == 1
     assert output.shape == (2, 3, 4) and output.is_meta and output.requires_grad
     assert model.seen == ["meta", torch.float32] and model.count == 0 and bool((model.table == 1).all())
     assert not model.weight.is_meta

@@ -355,6 +355,9 @@ def test_what_is_brought_is_told_by_its_code() -> None:
     assert Brought().inside(layer) == ["mlp"]
     del layer.mlp.act_fn
     layer.mlp.act_fn = nn.SiLU()
+    layer.mlp.__class__ = type("Bound", (LlamaMLP,), {"forward": functools.partialmethod(NormedInside.forward)})
+    assert Brought().inside(layer) == ["mlp"]
+    layer.mlp.__class__ = LlamaMLP
     assert Brought().inside(layer) == []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("transformers.models.llama.modeling_llama.apply_rotary_pos_emb", lambda q, k, *_: (q, k))

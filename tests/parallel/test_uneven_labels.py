@@ -40,6 +40,7 @@ def warnings_of_a_loop(program: str) -> list[str]:
         loader: Any = torch.utils.data.DataLoader(dataset, batch_size=4)
         config = mw.ToDistributedConfig(plan=mw.ParallelPlan(**DP))
         model, _, loader = mw.to_distributed(build("llama"), None, loader, config=config)
+        model.train(program != "copied")  # a program may train in eval mode, without dropout
         if program == "rows gathered inside":  # of a forward pass, whose loss is of this rank's rows all the same
             embedding = model.get_input_embeddings()
             embedding.register_forward_hook(lambda _, __, x: x - 0.1 * mw.gather_rows(x).mean(0))

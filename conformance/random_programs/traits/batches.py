@@ -1,15 +1,20 @@
-"""Traits of the data: padding, packing, and collators of transformers and of users."""
+"""Traits of the data: padding, packing, collators of transformers and of users, datasets and loaders."""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Sampler, Subset, WeightedRandomSampler
 
 from conformance.random_programs.trait import TOLD, Trait
+
+if TYPE_CHECKING:
+    from conformance.random_programs.run import Run
 
 TRAITS: list[Trait] = []
 add = TRAITS.append
@@ -181,5 +186,226 @@ for _name, _collate in {
             collate=_collate,
             values=_values,
             without=frozenset({"head", "batch", *_more}),
+        )
+    )
+
+
+# ---- collate functions whose rows depend on the other rows
+
+
+def _stacked(examples: list[dict[str, Any]]) -> Any:
+    return {name: torch.stack([example[name] for example in examples]) for name in ("input_ids", "labels")}
+
+
+def _below_the_mean(batch: dict[str, Tensor]) -> None:
+    """Leave out the labels of rows whose score is more than a deviation below the batch's mean."""
+    scores = batch["input_ids"].double().mean(1)
+    z = (scores - scores.mean()) / (scores.std(unbiased=False) + 1e-6)
+    batch["labels"] = batch["labels"].masked_fill((z < -0.9)[:, None], -100)
+
+
+def _mixed(batch: dict[str, Tensor]) -> None:
+    """Take the second half of each row from the next row (CutMix)."""
+    half = batch["input_ids"].shape[1] // 2
+    for name in ("input_ids", "labels"):
+        batch[name] = torch.cat([batch[name][:, :half], batch[name].roll(1, 0)[:, half:]], 1)
+
+
+def _masked_by_first(batch: dict[str, Tensor]) -> None:
+    batch["labels"] = batch["labels"].masked_fill(batch["input_ids"] > batch["input_ids"][0], -100)
+
+
+def _without_common(batch: dict[str, Tensor]) -> None:
+    """Leave out the labels of words that the batch has twice."""
+    words, counts = batch["input_ids"].unique(return_counts=True)
+    batch["labels"] = batch["labels"].masked_fill(torch.isin(batch["labels"], words[counts > 1]), -100)
+
+
+def _rows_drawn(batch: dict[str, Tensor]) -> None:
+    """Replace some words at random."""
+    chosen = torch.rand(batch["input_ids"].shape) < 0.3
+    batch["input_ids"] = torch.where(chosen, torch.randint(3, 97, chosen.shape), batch["input_ids"])
+
+
+def _then(change: Any) -> Any:
+    def collate(examples: list[dict[str, Any]]) -> Any:
+        batch = _stacked(examples)
+        change(batch)
+        return batch
+
+    return collate
+
+
+class _ReadsTogether(list[Any]):
+    """A dataset that reads the rows of a batch together, and mixes them."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        first = self[indices[0]]["input_ids"]
+        return [
+            self[i] | {"labels": self[i]["labels"].masked_fill(self[i]["input_ids"] > first, -100)} for i in indices
+        ]
+
+
+_ROWS = frozenset({"head", "batch", "evaluation", "rows", "tail"})
+for _name, _change in {
+    "rows below the mean": _below_the_mean,
+    "rows mixed": _mixed,
+    "masks by the first row": _masked_by_first,
+    "common words left out": _without_common,
+}.items():
+    add(Trait(name=f"collator: {_name}", kind="collator", may=TOLD, collate=_then(_change), without=_ROWS))
+add(
+    Trait(
+        name="collator: random words",
+        kind="collator",
+        may=TOLD,
+        collate=_then(_rows_drawn),
+        without=_ROWS | {"resume", "write", "reading", "generation"},
+    )
+)
+add(
+    Trait(
+        name="rows that are read together",
+        kind="collator",
+        may=TOLD,
+        dataset=_ReadsTogether,
+        without=_ROWS | {"loader"},
+    )
+)
+
+
+# ---- loaders
+
+
+class _Stream(IterableDataset[Any]):
+    """A stream of the rows."""
+
+    def __init__(self, rows: Any):
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.rows)
+
+
+def _of_datasets(rows: list[Any], *, shards: int) -> Any:
+    from datasets import Dataset
+
+    stream = Dataset.from_list([{name: x.tolist() for name, x in row.items()} for row in rows])
+    return stream.with_format("torch") if not shards else stream.to_iterable_dataset(shards).with_format("torch")
+
+
+class _Buckets(Sampler[list[int]]):
+    """Puts rows of like values into one batch."""
+
+    def __init__(self, rows: Any, size: int):
+        self.order, self.size = sorted(range(len(rows)), key=lambda i: int(rows[i]["input_ids"].sum())), size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.order[start : start + self.size] for start in range(0, len(self.order), self.size))
+
+    def __len__(self) -> int:
+        return -(-len(self.order) // self.size)
+
+
+def _plain(run: Run, dataset: Any, **options: Any) -> Any:
+    return DataLoader(dataset, **{"batch_size": run.settings["rows"], "collate_fn": run.collate, **options})
+
+
+def _batches(run: Run, rows: Any, *, weights: int = 0) -> list[Any]:
+    """Return ready batches, perhaps with weights of classes beside the rows."""
+    size = run.settings["rows"]
+    more = {"weights": torch.arange(1.0, weights + 1).double()} if weights else {}
+    return [run.collate(rows[start : start + size]) | more for start in range(0, len(rows), size)]
+
+
+class _Around:
+    """A plain class around a loader, as prefetchers and progress bars are."""
+
+    def __init__(self, inner: Any):
+        self.inner = inner
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.inner
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+
+def _weighted(run: Run, batch: dict[str, Any]) -> Tensor:
+    """Weight the words of each class, of which there are as many as rows."""
+    weights = batch["weights"]
+    given = {name: x for name, x in batch.items() if name != "weights"}
+    logits = run.model(**{name: x for name, x in given.items() if name != "labels"}).logits[:, :-1].flatten(0, 1)
+    labels = given["labels"][:, 1:].flatten()
+    losses = functional.cross_entropy(logits, labels, reduction="none")
+    chosen = weights[labels.clamp(min=0) % len(weights)] * (labels != -100)
+    return run.global_mean((losses * chosen).sum() / chosen.sum(), chosen.sum())
+
+
+_LOADED = frozenset({"collator", "batch", "tail", "rows"})
+for _name, _options in {
+    "a stream": {"dataset": _Stream, "loader": _plain},
+    "a stream of datasets": {"dataset": functools.partial(_of_datasets, shards=1), "loader": _plain},
+    "a stream of several shards": {"dataset": functools.partial(_of_datasets, shards=3), "loader": _plain},
+    "a table of datasets": {"dataset": functools.partial(_of_datasets, shards=0)},
+    "batches of like rows": {
+        "loader": lambda run, rows: DataLoader(
+            rows, batch_sampler=_Buckets(rows, run.settings["rows"]), collate_fn=run.collate
+        )
+    },
+    "rows drawn by weights": {
+        "loader": lambda run, rows: _plain(
+            run, rows, sampler=WeightedRandomSampler([1.0 + i for i in range(len(rows))], len(rows))
+        )
+    },
+    "a worker": {"loader": functools.partial(_plain, num_workers=1)},
+    "drop_last": {"loader": functools.partial(_plain, drop_last=True, shuffle=True)},
+    "joined datasets": {
+        "dataset": lambda rows: ConcatDataset([Subset(rows, range(3)), Subset(rows, range(3, len(rows)))])
+    },
+    "ready batches": {"loader": lambda run, rows: DataLoader(_batches(run, rows), batch_size=None)},
+    "a list of batches": {"loader": _batches},
+}.items():
+    add(Trait(name=f"loader: {_name}", kind="loader", may=TOLD, without=_LOADED, **_options))  # type: ignore[arg-type]
+add(
+    Trait(
+        name="loader: ready batches with weights of classes",
+        kind="loader",
+        may=TOLD,
+        warns="as many|weights",
+        loader=lambda run, rows: DataLoader(_batches(run, rows, weights=4), batch_size=None),
+        loss=_weighted,
+        options={"gather_logits": True},
+        is_local=True,
+        without=_LOADED | {"head", "loss", "keyword", "factor", "gradients", "batch-wide"},
+    )
+)
+
+
+def _remade(run: Run) -> None:
+    """Make another loader of the dataset of the one that the call returned."""
+    run.loader = _plain(run, run.loader.dataset)
+
+
+def _skipped(run: Run) -> None:
+    """Begin after the first batch, by accelerate's function."""
+    from accelerate import skip_first_batches
+
+    run.loader = skip_first_batches(run.loader, 1)
+
+
+def _wrapped(run: Run) -> None:
+    run.loader = _Around(run.loader)
+
+
+for _name, _ready in {"remade": _remade, "with skipped batches": _skipped, "in a class": _wrapped}.items():
+    add(
+        Trait(
+            name=f"the call's loader, {_name}",
+            kind="loader",
+            may=TOLD,
+            tells="loader",
+            ready=_ready,
+            without=_LOADED | ({"resume"} if _ready is _skipped else set()),
         )
     )

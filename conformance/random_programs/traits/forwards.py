@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from conformance.random_programs.trait import TOLD, Trait
+from conformance.random_programs.trait import SPLIT, TOLD, Trait
 
 if TYPE_CHECKING:
     from conformance.random_programs.run import Run
@@ -71,6 +71,17 @@ def _python_counter(run: Run) -> None:
     _after_layer(run, count)
 
 
+def _calls_counted(run: Run) -> None:
+    """Count in a list of the program, which is no attribute of the module."""
+    calls: list[int] = []
+
+    def count(module: Any, hidden: Tensor) -> Tensor:
+        calls.append(1)
+        return hidden * (1 + 0.01 * len(calls))
+
+    _after_layer(run, count)
+
+
 def _running_mean(run: Run) -> None:
     run.layers[0].register_buffer("mean", torch.zeros(32, dtype=torch.float64))
 
@@ -114,14 +125,28 @@ for _name, _build in {
     "BatchNorm after an mlp": lambda run: _add_batch_norm(run.layers[0], "mlp", False),
     "a buffer that counts": _step_counter,
     "a number that counts": _python_counter,
+    "calls that a list counts": _calls_counted,
     "a running mean": _running_mean,
     "a running maximum": _largest_seen,
     "forward writes a weight": _write_weights,
     "max_norm of the embedding": lambda run: _embedding(run, max_norm=0.1),
 }.items():
     _more = {"tied"} if "max_norm" in _name else {"sharing"} if "mlp" in _name else set()
+    _place = "mlp" if "mlp" in _name else ""
     _told = "sees this rank's|changes .* in each micro-batch"
-    add(Trait(name=_name, kind="state", may=TOLD, warns=_told, build=_build, without=_ONCE | _more))
+    _counts = "ga|mb" if _name == "calls that a list counts" else ""  # of micro-batches, which nothing can know
+    add(
+        Trait(
+            name=_name,
+            kind="state",
+            may=TOLD,
+            warns=_told,
+            build=_build,
+            place=_place,
+            by_design=_counts,
+            without=_ONCE | _more,
+        )
+    )
 add(
     Trait(
         name="scale_grad_by_freq",
@@ -165,8 +190,111 @@ for _name, _build in {
             kind="batch-wide",
             may=TOLD,
             warns="sees this rank's",
-            by_design=_name in ("rows mixed with the next", "inputs permuted by a hook"),
+            by_design=SPLIT if _name in ("rows mixed with the next", "inputs permuted by a hook") else "",
             build=_build,
             without=frozenset({"generate"}),
         )
     )
+
+
+# ---- hooks on modules: what they do, where, and when they are made
+
+
+def _clipped(module: nn.Module, grads: Any, *rest: Any) -> Any:
+    """Clip the gradient of a module's input by its norm, as a full backward hook."""
+    return tuple(None if grad is None else grad / (1 + 1e3 * grad.norm()) for grad in grads)
+
+
+def _halved(module: nn.Module, grads: Any, *rest: Any) -> Any:
+    return tuple(None if grad is None else grad / 2 for grad in grads)
+
+
+def _changed(change: Any) -> Any:
+    """Return a forward hook that changes the output, which may be the first of a tuple."""
+
+    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        changed = change(first_of(output))
+        return (changed, *output[1:]) if isinstance(output, tuple) else changed
+
+    return hook
+
+
+def _given(change: Any) -> Any:
+    """Return a forward pre-hook that changes the first input."""
+    return lambda module, args: (change(args[0]), *args[1:])
+
+
+def _scale_hidden(module: nn.Module, args: Any, output: Any) -> None:
+    output["last_hidden_state"] = output[0] * 1.5
+
+
+def _over_norm(x: Tensor) -> Tensor:
+    return x / (1 + x.norm(dim=-1, keepdim=True))
+
+
+def _gated(x: Tensor) -> Tensor:
+    return x * x.mean(-1, keepdim=True).sigmoid()
+
+
+def _small(x: Tensor) -> Tensor:
+    return x.clamp(-0.05, 0.05)
+
+
+def _in_8_bits(x: Tensor) -> Tensor:
+    step = x.detach().abs().amax(-1, keepdim=True) / 127 + 1e-9
+    return x + ((x / step).round() * step - x).detach()
+
+
+def _say_norm(run: Run) -> Any:
+    return lambda module, args, output: run.say(first_of(output).detach().norm().item())
+
+
+def _say_gradients(run: Run) -> Any:
+    return lambda module, inputs, outputs: run.say([grad.norm().item() for grad in outputs if grad is not None])
+
+
+_FORWARD, _BEFORE = "register_forward_hook", "register_forward_pre_hook"
+_BACKWARD, _BEFORE_BACKWARD = "register_full_backward_hook", "register_full_backward_pre_hook"
+_HOOKS: dict[str, tuple[str, str, Any]] = {  # what it does -> module, kind of hook, its function from the run
+    "logits over their norm": ("lm_head", _FORWARD, lambda run: _changed(lambda x: 4 * _over_norm(x))),
+    "a bias for each word": ("lm_head", _FORWARD, lambda run: _changed(lambda x: x + torch.linspace(0, 1, 97))),
+    "inputs of the head in 8 bits": ("lm_head", _BEFORE, lambda run: _given(_in_8_bits)),
+    "centred embeddings": ("model.embed_tokens", _FORWARD, lambda run: _changed(lambda x: x - x.mean(-1)[..., None])),
+    "rare words replaced": ("model.embed_tokens", _BEFORE, lambda run: _given(lambda ids: ids.clamp(max=90))),
+    "embeddings' gradients halved": ("model.embed_tokens", _BEFORE_BACKWARD, lambda run: _halved),
+    "steering": ("model.layers.0", _FORWARD, lambda run: _changed(lambda x: x + torch.linspace(0, 0.1, 32))),
+    "a layer's gradients clipped": ("model.layers.1", _BACKWARD, lambda run: _clipped),
+    "a layer's gradients said": ("model.layers.1", _BACKWARD, _say_gradients),
+    "a gated mlp": ("model.layers.0.mlp", _FORWARD, lambda run: _changed(_gated)),
+    "an mlp's gradients clipped": ("model.layers.0.mlp", _BACKWARD, lambda run: _clipped),
+    "attention over its norm": ("model.layers.1.self_attn", _FORWARD, lambda run: _changed(_over_norm)),
+    "inputs of down_proj in 8 bits": ("model.layers.0.mlp.down_proj", _BEFORE, lambda run: _given(_in_8_bits)),
+    "inputs of down_proj clamped": ("model.layers.0.mlp.down_proj", _BEFORE, lambda run: _given(_small)),
+    "down_proj's gradients clipped": ("model.layers.0.mlp.down_proj", _BACKWARD, lambda run: _clipped),
+    "queries over their norm": ("model.layers.0.self_attn.q_proj", _FORWARD, lambda run: _changed(_over_norm)),
+    "the last norm said": ("model.norm", _FORWARD, _say_norm),
+    "the decoder's output scaled": ("model", _FORWARD, lambda run: _scale_hidden),
+}  # fmt: skip
+_WHEN = {"before": "build", "after": "ready", "in step 1": "event"}
+for _index, (_name, (_path, _kind, _function)) in enumerate(_HOOKS.items()):
+    for _when in ("before", ("after", "in step 1")[_index % 2]):
+
+        def _install(run: Run, path: str = _path, kind: str = _kind, function: Any = _function) -> None:
+            getattr(run.model.get_submodule(path), kind)(function(run))
+
+        _says, _reads = "said" in _name, _path == "lm_head"
+        _more = {"head", "tied", "gemma2"} if _reads else {"phi3"} if "q_proj" in _path else set()
+        add(
+            Trait(
+                name=f"hook {_when}: {_name}",
+                kind="module hook",
+                may=TOLD,
+                tells="hook",
+                warns="sees this rank's|micro-batch",
+                by_design=SPLIT
+                if _says or "clipped" in _name
+                else "",  # an activation's gradient, and its norm, are of a rank's rows
+                without=_ONCE | {"sharing", "batch-wide"} | _more,
+                **{_WHEN[_when]: _install},
+            )
+        )

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
 
 import meshwright as mw
 from conformance.random_programs.trait import TOLD, Trait
@@ -188,3 +192,130 @@ def _checkpoint(run: Run) -> None:
 
 add(Trait(name="resumed from files", kind="resume", may=TOLD, event=_resume))
 add(Trait(name="resumed from a checkpoint", kind="resume", may=TOLD, event=_checkpoint))
+
+
+# ---- hooks on the gradients of parameters
+
+
+def _each_trained(run: Run) -> list[nn.Parameter]:
+    return [parameter for parameter in run.model.parameters() if parameter.requires_grad]
+
+
+def _on_each(change: Callable[[Tensor], Tensor]) -> Callable[[Run], None]:
+    def install(run: Run) -> None:
+        for parameter in _each_trained(run):
+            parameter.register_hook(change)
+
+    return install
+
+
+def _on_words(change: Callable[[Tensor], Tensor]) -> Callable[[Run], None]:
+    return lambda run: run.model.get_input_embeddings().weight.register_hook(change)
+
+
+def _after_each(change: Callable[[Any], object]) -> Callable[[Run], None]:
+    def hook(parameter: Tensor) -> None:
+        change(parameter.grad)
+
+    def install(run: Run) -> None:
+        for parameter in _each_trained(run):
+            parameter.register_post_accumulate_grad_hook(hook)
+
+    return install
+
+
+def _together(run: Run) -> None:
+    register_multi_grad_hook(_each_trained(run), lambda grads: run.say(sum(grad is not None for grad in grads)))
+
+
+def _without_old_words(grad: Tensor) -> Tensor:
+    """Train the new words alone, whose rows are the last."""
+    grad = grad.clone()
+    grad[:90] = 0
+    return grad
+
+
+for _index, (_name, _install) in enumerate(
+    {
+        "new words alone, by rows": _on_words(_without_old_words),
+        "new words alone, by a mask": _on_words(lambda grad: grad * (torch.arange(97) >= 90)[:, None]),
+        "gradients over their norm": _on_each(lambda grad: grad / (grad.norm() + 1)),
+        "gradients minus their mean": _on_each(lambda grad: grad - grad.mean()),
+        "gradients halved when summed": _after_each(lambda grad: grad.mul_(0.5)),
+        "gradients clipped when summed": _after_each(lambda grad: grad.clamp_(-1e-4, 1e-4)),
+        "gradients clipped by each norm": _after_each(lambda grad: grad.div_(grad.norm() + 1)),
+        "a hook of all gradients": _together,
+    }.items()
+):
+    _more = {"sharing", "parametrization", "tied", "head"} | ({"freezing"} if "words" in _name else set())
+    for _when, _point in (("before", "build"), (("after", "ready"), ("in step 1", "event"))[_index % 2]):
+        add(
+            Trait(
+                name=f"hook {_when}: {_name}",
+                kind="hook",
+                may=TOLD,
+                tells="hook|gradient",
+                without=frozenset(_more),
+                **{_point: _install},  # type: ignore[arg-type]
+            )
+        )
+
+
+# ---- errors that the loop catches
+
+
+def _mark(example: dict[str, Any], index: int) -> None:
+    """Begin one row with a token that no other has."""
+    if index == 1:
+        example["input_ids"] = torch.cat([torch.tensor([2]), example["input_ids"][1:]])
+
+
+def _fail(run: Run, batch: dict[str, Any], *, is_late: bool) -> Tensor:
+    """Raise for the batch with the marked row, before the forward pass or after it."""
+    is_bad = bool((batch["input_ids"] == 2).any())
+    if is_bad and not is_late:
+        raise IndexError("a bad row")
+    loss: Tensor = run.model(**batch).loss
+    if is_bad:
+        raise RuntimeError("out of memory")
+    return loss
+
+
+for _what, _error in {"a bad row": IndexError, "out of memory": RuntimeError, "any error": Exception}.items():
+    add(
+        Trait(
+            name=f"{_what} is skipped",
+            kind="loss",
+            may=TOLD,
+            tells="skip|caught",
+            values={"skips": (_error,)},
+            example=_mark,
+            loss=functools.partial(_fail, is_late=_error is RuntimeError),
+            without=frozenset({"head", "keyword", "accumulation", "rows", "tail", "term", "batch-wide"}),
+        )
+    )
+
+
+class _Skipped(Exception):
+    """Leaves a batch out."""
+
+
+def _skip_easy(run: Run, batch: dict[str, Any]) -> Tensor:
+    """Leave out the first batch with a smaller loss than the first one has."""
+    loss: Tensor = run.model(**batch).loss
+    if loss.item() < run.memory.setdefault("largest loss", loss.item()):
+        run.memory["largest loss"] = 0.0
+        raise _Skipped
+    return loss
+
+
+add(
+    Trait(
+        name="a batch with a small loss is skipped",
+        kind="loss",
+        may=TOLD,
+        values={"skips": (_Skipped,)},
+        loss=_skip_easy,
+        without=frozenset({"head", "keyword", "accumulation", "state"}),
+    )
+)

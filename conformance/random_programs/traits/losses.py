@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from conformance.random_programs.trait import TOLD, Trait
+from conformance.random_programs.trait import SPLIT, TOLD, Trait
 from conformance.random_programs.traits.forwards import first_of
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ for _name, _loss in {
             may=TOLD,
             warns="global_mean",
             loss=_loss,
-            by_design=_name == "weighted tokens",
+            by_design=SPLIT if _name == "weighted tokens" else "",
             options=_WHOLE,
             is_local=True,
             without=_OWN | {"rope dynamic", "collator: all rows in one"},
@@ -161,7 +161,7 @@ for _name, _factor in {
             name=_name,
             kind="factor",
             may=TOLD,
-            by_design=_name in ("loss * rows", "loss * tokens"),  # often equal on all ranks
+            by_design=SPLIT if _name in ("loss * rows", "loss * tokens") else "",  # often equal on all ranks
             factor=_factor,
             is_local=True,
             without=frozenset({"head"}),
@@ -252,6 +252,8 @@ def _watch(run: Run) -> None:
 
 def _auxiliary(run: Run, batch: Batch, loss: Tensor, *, is_declared: bool) -> Tensor:
     seen = run.memory[_SEEN]
+    if not seen:  # on a rank without this layer
+        return loss
     term = seen[-1].pow(2).mean()
     rows = len(seen[-1])
     seen.clear()

@@ -1,13 +1,17 @@
-"""Traits of the model's modules: objects at two places, parametrizations, and weights that are computed."""
+"""Traits of the model's modules: objects at two places, computed weights, classes of the program, and heads by row."""
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.utils import parametrizations, parametrize, prune
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_outputs import CausalLMOutput
 
 from conformance.random_programs.trait import TOLD, Trait
 
@@ -124,6 +128,7 @@ for _name, _change in {
                 name=f"{_name} on {_place}",
                 kind="parametrization",
                 may=TOLD,
+                place=_place,
                 without=frozenset(_conflicts | ({"head", "tied", "gemma2"} if _place == "lm_head" else set())),
                 build=lambda run, change=_change, place=_place: _at(run, place, change),  # type: ignore[misc]
             )
@@ -171,7 +176,303 @@ add(
         name="a wrapped mlp",
         kind="adapter",
         may=TOLD,
+        place="mlp",
         build=lambda run: _wrap(run, "mlp"),
         without=frozenset({"sharing"}),
+    )
+)
+
+
+# ---- classes of the program's own, in the place of the libraries'
+
+
+def _own(run: Run, path: str, forward: Any) -> None:
+    """Give the modules at a path of all layers, or of the model, a subclass with another forward."""
+    owners = run.layers if path in _IN_LAYERS else [run.model if path == "lm_head" else run.model.model]
+    for owner in owners:
+        module = owner if path == "layer" else owner.get_submodule(path)
+        module.__class__ = _with_forward(type(module), forward)
+
+
+def _with_forward(base: Any, forward: Any) -> Any:
+    class Own(base):  # type: ignore[misc]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return forward(self, base, *args, **kwargs)
+
+    return Own
+
+
+def _rounded(values: Tensor, step: Tensor) -> Tensor:
+    """Round to multiples of a step, with the gradient of no rounding."""
+    return values + ((values / step).round() * step - values).detach()
+
+
+def _in_8_bits(values: Tensor) -> Tensor:
+    return _rounded(values, values.detach().abs().amax(-1, keepdim=True) / 127 + 1e-9)
+
+
+def _of_weight(change: Any) -> Any:
+    """Return the forward of a linear layer with another weight."""
+    return lambda module, base, x: functional.linear(x, change(module.weight), module.bias)
+
+
+def _of_input(change: Any) -> Any:
+    return lambda module, base, x: base.forward(module, change(x))
+
+
+def _of_output(change: Any) -> Any:
+    """Return the forward of any module with another output, which may be the first of a tuple."""
+
+    def forward(module: Any, base: Any, *args: Any, **kwargs: Any) -> Any:
+        output = base.forward(module, *args, **kwargs)
+        return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
+
+    return forward
+
+
+def _masked(module: Any, base: Any, x: Tensor) -> Tensor:
+    return functional.linear(x, module.weight * module.mask, module.bias)
+
+
+def _add_mask(run: Run) -> None:
+    for layer in run.layers:
+        weight = layer.mlp.down_proj.weight
+        layer.mlp.down_proj.register_buffer("mask", (torch.arange(weight.numel()) % 3 > 0).view_as(weight).double())
+    _own(run, "mlp.down_proj", _masked)
+
+
+def _checkpointed(module: Any, base: Any, *args: Any) -> Any:
+    return checkpoint(functools.partial(base.forward, module), *args, use_reentrant=False)
+
+
+def _inner_of_mlp(change: Any) -> Any:
+    """Return the forward of a gated MLP that changes what its last projection gets."""
+    return lambda module, base, x: module.down_proj(change(module.act_fn(module.gate_proj(x)) * module.up_proj(x)))
+
+
+def _swapped(x: Tensor) -> Tensor:
+    return torch.cat(x.chunk(2, -1)[::-1], -1)
+
+
+def _hashed(module: Any, base: Any, ids: Tensor) -> Tensor:
+    """Look each word up twice, as embeddings of hashes do."""
+    return 0.5 * (base.forward(module, ids) + base.forward(module, ids * 5 % 97))
+
+
+def _of_table(change: Any) -> Any:
+    return lambda module, base, ids: functional.embedding(ids, change(module.weight))
+
+
+def _centred_norm(module: Any, base: Any, x: Tensor) -> Tensor:
+    return base.forward(module, x - x.mean(-1, keepdim=True))
+
+
+_PHI3, _OLMO2 = frozenset({"phi3"}), frozenset({"olmo2"})  # whose mlp, attention or norms have other names
+_IN_LAYERS = {"mlp.down_proj", "mlp.gate_proj", "mlp", "self_attn", "self_attn.q_proj", "input_layernorm", "layer"}
+_CLASSES: dict[str, dict[str, Any]] = {  # path -> what the class does -> its forward
+    "mlp.down_proj": {
+        "a weight rounded by its rows": _of_weight(lambda w: _rounded(w, w.detach().abs().amax(1, keepdim=True) / 7)),
+        "a weight rounded by its largest": _of_weight(lambda w: _rounded(w, w.detach().abs().max() / 7)),
+        "ternary weights": _of_weight(lambda w: _rounded(w, w.detach().abs().mean()).clamp(-1, 1)),
+        "inputs in 8 bits": _of_input(_in_8_bits),
+        "a standardised weight": _of_weight(lambda w: (w - w.mean(1, keepdim=True)) / (w.std(1, keepdim=True) + 1)),
+        "a norm of its inputs": _of_input(lambda x: functional.layer_norm(x, x.shape[-1:])),
+        "its own checkpointing": _checkpointed,
+        "clamped outputs": _of_output(lambda x: x.clamp(-0.02, 0.02)),
+    },
+    "mlp.gate_proj": {
+        "rows over their norm": _of_weight(lambda w: functional.normalize(w, dim=-1)),
+        "a softmax of its outputs": _of_output(lambda x: x.softmax(-1)),
+    },
+    "self_attn.q_proj": {
+        "queries over their norm": _of_output(lambda x: functional.normalize(x, dim=-1)),
+        "a weight in 8 bits": _of_weight(_in_8_bits),
+    },
+    "lm_head": {
+        "rows of words over their norm": _of_weight(lambda w: functional.normalize(w, dim=-1)),
+        "logits over their largest": _of_output(lambda x: x / (1 + x.detach().abs().amax(-1, keepdim=True))),
+    },
+    "mlp": {
+        "a norm inside": _inner_of_mlp(lambda x: functional.layer_norm(x, x.shape[-1:])),
+        "a gate for all channels": _inner_of_mlp(lambda x: x * x.mean(-1, keepdim=True).sigmoid()),
+        "halves swapped inside": _inner_of_mlp(_swapped),
+        "a clamp inside": _inner_of_mlp(lambda x: x.clamp(-0.05, 0.05)),
+        "checkpointing of its own": _checkpointed,
+    },
+    "self_attn": {"outputs with a gate": _of_output(lambda x: x * x.mean(-1, keepdim=True).sigmoid())},
+    "layer": {"outputs over their norm": _of_output(lambda x: functional.normalize(x, dim=-1) * 5)},
+    "input_layernorm": {"centred inputs": _centred_norm},
+    "norm": {"centred inputs at the end": _centred_norm},
+    "embed_tokens": {
+        "words minus their mean": _of_table(lambda w: w - w.mean(0)),
+        "words over their norm": _of_table(lambda w: functional.normalize(w, dim=-1)),
+        "words looked up twice": _hashed,
+        "words times a constant": _of_output(lambda x: x * 3),
+    },
+}
+for _path, _classes in _CLASSES.items():
+    _conflicts = _PHI3 if _path in ("mlp", "mlp.gate_proj", "self_attn.q_proj") else frozenset()
+    _conflicts |= {"head", "tied", "gemma2"} if _path == "lm_head" else {"olmo2"} if "input" in _path else set()
+    for _name, _forward in _classes.items():
+        add(
+            Trait(
+                name=f"own {_path}: {_name}",
+                kind="class",
+                may=TOLD,
+                tells=_path.rpartition(".")[2],
+                place=_path,
+                build=lambda run, path=_path, forward=_forward: _own(run, path, forward),  # type: ignore[misc]
+                without=_conflicts | {"sharing"},
+            )
+        )
+add(
+    Trait(
+        name="own mlp.down_proj: a mask in a buffer",
+        kind="class",
+        may=TOLD,
+        tells="down_proj",
+        place="mlp.down_proj",
+        build=_add_mask,
+        without=frozenset({"sharing", "load_state_dict"}),
+    )
+)
+
+
+class _Activation(nn.Module):
+    """An activation of the program."""
+
+    def __init__(self, function: Any):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(x)
+
+
+def _activate(run: Run, activation: nn.Module) -> None:
+    for layer in run.layers:
+        layer.mlp.act_fn = activation
+
+
+class _Tanh(nn.Module):
+    """A norm without statistics (DyT): tanh of each channel, with weights of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slope, self.weight = (nn.Parameter(torch.full(size, 0.5, dtype=torch.float64)) for size in ((1,), (32,)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * (self.slope * x).tanh()
+
+
+for _name, _make in {
+    "k winners": lambda: _Activation(lambda x: x * (x >= x.topk(16, -1).values[..., -1:])),
+    "a softmax": lambda: _Activation(lambda x: x.softmax(-1)),
+    "squared relu": lambda: _Activation(lambda x: x.relu() ** 2),
+    "torch's softmax": lambda: nn.Softmax(-1),
+    "torch's softplus": lambda: nn.Softplus(),
+}.items():
+    add(
+        Trait(
+            name=f"an activation: {_name}",
+            kind="class",
+            may=TOLD,
+            tells="mlp",
+            place="mlp.act_fn",
+            build=lambda run, make=_make: _activate(run, make()),  # type: ignore[misc]
+            without=_PHI3 | {"sharing"},
+        )
+    )
+
+
+def _norms_of_own(run: Run) -> None:
+    for layer in run.layers:
+        layer.input_layernorm = _Tanh()
+
+
+add(
+    Trait(
+        name="norms without statistics",
+        kind="class",
+        may=TOLD,
+        tells="layernorm",
+        place="input_layernorm",
+        build=_norms_of_own,
+        without=_OLMO2 | {"sharing", "load_state_dict"},
+    )
+)
+
+
+# ---- heads and adapters that some rows run
+
+
+class _HeadsByRow(nn.Module):
+    """Two heads on a decoder, each for the rows of its task; the loss is the mean over rows."""
+
+    def __init__(self, stock: Any):
+        super().__init__()
+        self.model, self.config = stock.model, stock.config
+        torch.manual_seed(5)
+        self.many, self.few = nn.Linear(32, 5).double(), nn.Linear(32, 3).double()
+
+    def get_input_embeddings(self) -> Any:
+        return self.model.get_input_embeddings()
+
+    def forward(self, input_ids: Tensor, labels: Tensor, **more: Any) -> Any:
+        hidden = self.model(input_ids=input_ids, **more).last_hidden_state[:, -1]
+        is_many, loss = labels % 4 == 0, hidden.sum() * 0
+        for chosen, head in ((is_many, self.many), (~is_many, self.few)):
+            if chosen.any():
+                targets = labels[chosen] % head.out_features
+                loss = loss + functional.cross_entropy(head(hidden[chosen]), targets, reduction="sum")
+        return CausalLMOutput(loss=loss / len(labels))
+
+
+add(
+    Trait(
+        name="heads by the task of each row",
+        kind="head",
+        may=TOLD,
+        tells="many|few",
+        model=_HeadsByRow,
+        options={"loss_averages_over": "rows"},
+        example=lambda example, _: example.update(labels=example["input_ids"][0]),
+        without=frozenset(
+            {"batch", "collator", "loss", "keyword", "factor", "term", "evaluation", "tied", "accumulation", "tail"}
+        ),
+    )
+)
+
+
+class _ByRow(nn.Module):
+    """An MLP with one of two adapters for each row, by the sign of a hidden value."""
+
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner = inner
+        torch.manual_seed(6)
+        self.first, self.second = nn.Linear(32, 32).double(), nn.Linear(32, 32).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        output, is_first = self.inner(x).clone(), x[:, 0, 0] > 0
+        for chosen, adapter in ((is_first, self.first), (~is_first, self.second)):
+            if chosen.any():
+                output[chosen] = output[chosen] + adapter(x[chosen])
+        return output
+
+
+def _adapt_by_row(run: Run) -> None:
+    run.layers[0].mlp = _ByRow(run.layers[0].mlp)
+
+
+add(
+    Trait(
+        name="adapters by row",
+        kind="adapter",
+        may=TOLD,
+        tells="mlp",
+        place="mlp",
+        build=_adapt_by_row,
+        without=_NEW_NAMES | {"sharing", "all rows in one"},
     )
 )

@@ -6,6 +6,7 @@ import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from conformance.random_programs.trait import TOLD, Trait
@@ -164,5 +165,109 @@ add(
         may=TOLD,
         stepped=lambda run: run.say(run.evaluate(copy.deepcopy(run.model))),
         without=frozenset({"parametrization"}),
+    )
+)
+
+
+# ---- what the program changes in the model after the call
+
+
+def _tie(run: Run) -> None:
+    run.model.lm_head.weight = run.model.model.embed_tokens.weight
+
+
+def _swap_layers(run: Run) -> None:
+    run.layers[0], run.layers[1] = run.layers[1], run.layers[0]
+
+
+def _drop_layer(run: Run) -> None:
+    del run.layers[-1]
+    run.model.config.num_hidden_layers -= 1
+
+
+def _new_activation(run: Run) -> None:
+    for layer in run.layers:
+        layer.mlp.act_fn = nn.GELU()
+
+
+def _larger_epsilon(run: Run) -> None:
+    for module in run.model.modules():
+        if hasattr(module, "variance_epsilon"):
+            module.variance_epsilon = 0.1
+
+
+def _new_weight(run: Run) -> None:
+    """Replace a weight by a new one of other values."""
+    norm = run.model.model.norm
+    norm.weight = nn.Parameter(norm.weight.detach() * 0.5)
+
+
+def _alternate(run: Run) -> None:
+    """Train one half of the weights in each step."""
+    for index, parameter in enumerate(run.model.parameters()):
+        parameter.requires_grad_(index % 2 == run.step % 2)
+
+
+def _late_adapter(run: Run) -> None:
+    """Add a trained adapter, and a group for it."""
+    layer = run.layers[0]
+    layer.late = nn.Linear(32, 32, bias=False).double()
+    nn.init.constant_(layer.late.weight, 0.01)
+    layer.mlp.register_forward_hook(lambda module, args, output: output + layer.late(args[0]))
+    run.optimizer.add_param_group({"params": [layer.late.weight]})
+
+
+_LATER = {"after": "ready", "in step 1": "event"}
+for _name, _names, _change, _more in (
+    ("tied", "lm_head.weight|embed_tokens", _tie, {"head", "tied", "gemma2", "parametrization"}),
+    ("layers swapped", "layers", _swap_layers, {"state"}),
+    ("a layer dropped", "layers", _drop_layer, {"state", "load_state_dict"}),
+    ("another activation", "act_fn", _new_activation, {"phi3"}),
+    ("another epsilon", "variance_epsilon", _larger_epsilon, set[str]()),
+    ("a new weight", "norm.weight", _new_weight, {"state"}),
+    ("an adapter added", "late|add_param_group", _late_adapter, {"load_state_dict"}),
+):
+    for _when, _point in _LATER.items():
+        add(
+            Trait(
+                name=f"{_name}, {_when}",
+                kind="change",
+                may=TOLD,
+                tells=_names,
+                place="mlp.act_fn" if _change is _new_activation else "",
+                without=frozenset({"sharing", "average", "write", "made", "resume", "optimizer", "freezing", *_more}),
+                **{_point: _change},  # type: ignore[arg-type]
+            )
+        )
+add(
+    Trait(
+        name="halves trained in turn",
+        kind="freezing",
+        may=TOLD,
+        ready=_alternate,
+        stepped=_alternate,
+        without=frozenset({"sharing", "tied"}),
+    )
+)
+
+
+def _average_of_all(run: Run) -> None:
+    run.average = AveragedModel(run.model)
+
+
+def _use_average(run: Run) -> None:
+    """Go on with the average of all steps, as stochastic weight averaging does."""
+    run.average.update_parameters(run.model)
+    run.model.load_state_dict(run.average.module.state_dict())
+
+
+add(
+    Trait(
+        name="an average that takes over",
+        kind="average",
+        may=TOLD,
+        without=_SAME,
+        ready=_average_of_all,
+        event=_use_average,
     )
 )

@@ -71,6 +71,7 @@ class ContextRegion:
         self.last_length = 0  # of the last forward pass, which recomputation in backward reads
         self._restore: Restore | None = None  # restores the random stream that the ranks share
         self._cut: dict[int, tuple[Tensor, Tensor]] = {}  # arguments that several layers share, cut once per pass
+        structure.model.register_forward_pre_hook(self._begin_pass)
         for layer in dict.fromkeys(structure.layers):
             layer.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
         self._borders.last.register_forward_hook(self._end)
@@ -85,6 +86,9 @@ class ContextRegion:
         """End the region, if it has not ended at the final norm."""
         self.length = 0
         self._cut.clear()
+
+    def _begin_pass(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self._borders.check()
 
     def _enter(
         self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

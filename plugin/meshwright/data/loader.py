@@ -33,6 +33,8 @@ from meshwright.data.readers.whole_stream import WholeReader
 from meshwright.data.reading_time import timed
 from meshwright.data.shuffling import GENERATOR, Draws, decoded, encoded
 from meshwright.errors import CheckpointError
+from meshwright.faults.every_rank import EPOCH
+from meshwright.faults.guard import active_guard
 from meshwright.faults.same_call import Claim, agreed
 from meshwright.parallel.batch.items import BatchFormat
 from meshwright.parallel.batch.mean_over_ranks import TARGETS, without_targets
@@ -295,6 +297,9 @@ class DistributedLoader:
         own = self._reader.draw()
         if self._everyone.count == 1:
             return own
+        if (guard := active_guard()) is not None:
+            for axis in self._everyone.axes:  # other ranks may still be in a pass, whose loop has skipped no batch
+                guard.meet(EPOCH, axis.group)
         places = self._everyone.gather(dist.get_rank(), position.epoch, position.samples)
         if len({(epoch, samples) for _, epoch, samples in places}) > 1:
             said = "; ".join(f"epoch {epoch}, sample {samples} on rank {rank}" for rank, epoch, samples in places)

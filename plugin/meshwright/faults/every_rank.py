@@ -12,7 +12,8 @@ R = TypeVar("R")
 
 EVALUATION = "forward pass in evaluation"
 BACKWARD = "gradients"
-_CALL = re.compile(rf"in ([\w.]+)\(\)|({EVALUATION})|^({BACKWARD}),")
+EPOCH = "beginning of an epoch"
+_CALL = re.compile(rf"in ([\w.]+)\(\)|({EVALUATION})|^({BACKWARD}|{EPOCH}),")
 # How a rank ended or waits, if that is no consequence of where the program is.
 _FAULT = re.compile(r"abruptly|heartbeat|does not answer|Error|Exception|Interrupt|signal")
 
@@ -63,6 +64,8 @@ def advice(said: Mapping[str, str]) -> list[str]:
             lines.append(f"{ranks} alone evaluated the model: evaluate on every rank, not in `if rank == 0:`")
         elif call == BACKWARD:
             lines.append(f"{ranks} alone called backward(): skip a batch on every rank, or on none")
+        elif call == EPOCH:
+            lines.append(f"{ranks} alone began to iterate: run each batch on every rank, and skip it on all or none")
         else:
             lines.append(f"{ranks} alone called {call}(), which every rank must call: take it out of `if rank == 0:`")
     return lines

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from meshwright.errors import PlanError
 from meshwright.roles import Decoder
 
 
@@ -27,10 +28,31 @@ class RegionBorders:
         self._calls = self._calls_left = max(1, layers.count(self.last))
         self._depth = 0  # of running layers that have the final norm inside
         self._handles: list[RemovableHandle] = []
+        self._stacks = [
+            (name, stack, stack[0], stack[-1])
+            for name, stack in structure.model.named_modules()
+            if isinstance(stack, nn.ModuleList) and self.first in list(stack)
+        ]
         for layer in dict.fromkeys(layers):
             if layer is not self.last and self.last in set(layer.modules()):
                 self._handles.append(layer.register_forward_pre_hook(self._enter))
                 self._handles.append(layer.register_forward_hook(self._leave, always_call=True))
+
+    def check(self) -> None:
+        """Raise if the program has changed which layers are at the borders.
+
+        Raises:
+            PlanError: another layer stands in the place of the first one, or of the last if no final norm follows.
+        """
+        for name, stack, first, last in self._stacks:
+            now = list(stack)
+            if now[:1] != [first] or (last is self.last and now[-1:] != [last]):
+                raise PlanError(
+                    f"{name} has another layer at its {'start' if now[:1] != [first] else 'end'} than at the call of "
+                    "to_distributed, which cuts the tokens before the first layer and joins them after the last, so "
+                    f"the ranks would have tokens that do not belong together. Change {name} before to_distributed, or "
+                    'use a plan without sequence parallelism and cp, such as plan="tp2"'
+                )
 
     def begin(self) -> None:
         """Begin a pass through the layers."""

@@ -10,12 +10,13 @@ stage has computed for the layers of a stage is put in its place where they are 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshwright.errors import PlanError
 from meshwright.faults.memory_digest import has_values
@@ -79,6 +80,12 @@ class Stages:
         ]
         for index, layer in enumerate(cut.layers):
             add_step(layer, _LayerForward(index, self))
+        self._is_after = False  # whether the running pass has left the last layer
+        for name, module in step.model.named_modules():
+            own = [f"{name}.{weight}" for weight, _ in module.named_parameters(recurse=False)]
+            inside = set(module.modules())
+            if own and not any(map(cut.holds, own)) and not any(layer in inside for layer in cut.layers):
+                module.register_forward_pre_hook(functools.partial(self._enter_absent, name))
         self._of_towers = [step.model.get_submodule(name) for name in cut.order.passing]
         for layer, returned in zip(self._of_towers, cut.order.passing.values(), strict=True):
             add_step(layer, _TowerLayerForward(returned, self))
@@ -149,7 +156,7 @@ class Stages:
             with without_foreign_hooks([*passing, *(self._of_towers if stage else ())]):
                 yield
         finally:
-            self._active = before
+            self._active, self._is_after = before, False
             self.beside.end()
             for module in off:
                 module.gradient_checkpointing = True  # type: ignore[assignment]
@@ -162,6 +169,7 @@ class Stages:
                 "model that to_distributed returned"
             )
         span = self.cut.spans[self._active]
+        self._is_after = self._active == self.cut.last and index == len(self.cut.layers) - 1
         if index in span:
             self._check_beside(index, args, kwargs)
         if index == span.start and self.region is not None:
@@ -183,6 +191,15 @@ class Stages:
             assert self._hidden is not None
             x = self._hidden
         return self.cut.order.returned[index].passed(x, arguments(self._signatures[index], args, kwargs))
+
+    def _enter_absent(self, name: str, module: nn.Module, args: tuple[object, ...]) -> None:
+        """Raise if a module runs after the layers whose weights another stage has; before them its result is unused."""
+        if self._is_after:
+            raise PlanError(
+                f"{name} runs after the layers in this pass, but did not run when the model was cut into stages, so "
+                "the last stage does not have its weights and would compute NaN. Run it in each pass, also where it "
+                "has no rows, or use ParallelPlan(pp=1)"
+            )
 
     @property
     def passes_towers(self) -> bool:

@@ -134,7 +134,7 @@ def _codes_with_globals(function: Any) -> Iterator[tuple[types.CodeType, dict[st
         if id(x) in seen:
             continue
         seen.add(id(x))
-        if isinstance(x, functools.partial):
+        if isinstance(x, functools.partial | functools.partialmethod):
             queue += [x.func, *filter(callable, x.args), *filter(callable, x.keywords.values())]
         elif isinstance(x, types.MethodType | staticmethod | classmethod):
             queue.append(x.__func__)
@@ -143,9 +143,9 @@ def _codes_with_globals(function: Any) -> Iterator[tuple[types.CodeType, dict[st
         elif isinstance(x, types.FunctionType):
             yield x.__code__, x.__globals__
             queue += [cell for cell in map(_held, x.__closure__ or ()) if isinstance(cell, _CALLABLES)]
-        elif not isinstance(x, type | nn.Module) and callable(x):
+        elif not isinstance(x, type | nn.Module) and (callable(x) or _is_descriptor(x)):
             queue += [
-                type(x).__call__,
+                *(one for name in ("__call__", "__get__") if (one := getattr(type(x), name, None)) is not None),
                 *(one for one in getattr(x, "__dict__", {}).values() if isinstance(one, _CALLABLES)),
             ]
 
@@ -168,7 +168,7 @@ def _held(cell: types.CellType) -> object:
 
 
 def _is_descriptor(x: object) -> bool:
-    return isinstance(x, property | staticmethod | classmethod)
+    return hasattr(type(x), "__get__")
 
 
 def _is_registry(x: object) -> bool:

@@ -62,6 +62,7 @@ class FlatShard:
         self.stand_in = torch.full((), torch.nan, dtype=self.dtype, device=device)
         self._stand_ins = [self.stand_in.expand(shape) for shape in shapes]
         self.is_lent = self.is_guarded = False
+        self.lend_again: Callable[[], None] = lambda: None  # in backward; set by the unit, which gathers in its turn
         self.is_kept = False  # whole on every rank until its values change
         self.is_apart = False  # some ranks may not use the parameters in a pass that others use them in
         self._full: Tensor | None = None
@@ -238,6 +239,9 @@ class _OwnElements:
 
     def cut(self, local: Tensor) -> Tensor:
         return self.flat.own_of(self.index, local)
+
+    def lend(self) -> None:
+        self.flat.lend_again()
 
     def changed(self) -> None:
         self.flat.release()

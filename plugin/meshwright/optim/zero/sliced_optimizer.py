@@ -104,7 +104,12 @@ def hook_optimizer(optimizer: Optimizer, reduction: ReduceScatter) -> None:
     optimizer.register_step_post_hook(publish)
 
     def add_param_group(self: Optimizer, param_group: dict[str, object]) -> None:
-        raise OptimizerMismatchError("parameters cannot be added to a sharded optimizer; add them before sharding it")
+        raise OptimizerMismatchError(
+            "add_param_group after the call: ZeRO has replaced this optimizer's parameters by this rank's slices and "
+            "reduces gradients into these, so parameters of a later group would not be stepped. Make all groups first, "
+            "optimizer.add_param_group({'params': [...], 'lr': 0.0}) and then to_distributed(model, optimizer, ...), "
+            "and set their lr when they are to train; or use zero_stage=0"
+        )
 
     for each in {optimizer, *members(optimizer)}:
         clear = _ClearGradients(reduction, groups_of(each, optimizer))

@@ -382,6 +382,8 @@ class _Step:
         # First, since the program's own hook may compute a weight from others (weight_norm, prune).
         self.module.register_forward_pre_hook(self.enter, prepend=True)
         self.module.register_forward_hook(self.leave, always_call=True)
+        for flat in self.flats:
+            flat.lend_again = partial(self.weights.lend_again, self)
         for inner in self.module.modules():
             if inner is not self.module and next(inner.parameters(recurse=False), None) is not None:
                 inner.register_forward_pre_hook(self._enter_inside)

@@ -23,6 +23,7 @@ from meshwright.errors import PlanError
 from meshwright.layout.packed_weights import packed_modules
 from meshwright.parallel.batch.schema import example
 from meshwright.parallel.fake_passes.meta_mode import MetaMode, ReadAsZero
+from meshwright.parallel.foreign_hooks import without_foreign_hooks
 from meshwright.roles import Role
 from meshwright.roles.blocks.experts import is_experts, routed_modules
 from meshwright.temporarily import temporarily
@@ -107,6 +108,8 @@ def _run(
         stack.enter_context(mode)
         stack.enter_context(fake_values(model))
         stack.enter_context(_without_hooks(model))
+        # The program's hooks may keep or count what they get, in objects that nothing puts back.
+        stack.enter_context(without_foreign_hooks(x for x in model.modules() if x is not model))
         stack.enter_context(_unchecked_distributions())
         stack.enter_context(_plain_flex())
         stack.enter_context(temporarily(torch.utils, swap_tensors=_swap))

@@ -248,10 +248,9 @@ class ForwardState:
         if self._restore is not None:
             self._restore()
             self._restore = None
-        is_trained = module.training and torch.is_grad_enabled()
-        if is_trained:
+        if module.training and torch.is_grad_enabled():
             self.hooked.look_at_kept(has_ended=False)
-        if self.uneven.is_on and is_trained:
+        if self.uneven.is_on and torch.is_grad_enabled():  # a program may train in eval mode, without dropout
             known = loss_of(output) if self.has_known_loss else None
             self.uneven.look(arguments(self._signatures[module], args, kwargs), output, known)
         return _without_graph(output) if was_sharded else None

@@ -15,7 +15,14 @@ from meshwright.autograd import Node, TensorFunction
 from meshwright.errors import PlanError
 from meshwright.faults.statement import Statement
 from meshwright.parallel.autograd_graph import in_backward
-from meshwright.parallel.foreign_hooks import has_foreign_hooks, hook_tables, hooks_of_all_modules, source_of
+from meshwright.parallel.foreign_hooks import (
+    has_foreign_hooks,
+    hook_tables,
+    hooks_of,
+    hooks_of_all_modules,
+    is_of_program,
+    source_of,
+)
 from meshwright.parallel.forward.whole_hooks import WholeHooks
 from meshwright.roles import Decoder
 from meshwright.temporarily import temporarily
@@ -23,8 +30,9 @@ from meshwright.temporarily import temporarily
 logger = logging.getLogger(__name__)
 
 _PARTED = (
-    "a forward hook on %s sees this rank's tokens only, since ParallelPlan.cp > 1 cuts every sequence. A loss computed "
-    "from them differs from one device. Compute the loss from the model's output, or use ParallelPlan(cp=1)"
+    "a hook on %s sees this rank's tokens only, since ParallelPlan.cp > 1 cuts every sequence. What it computes from "
+    "several tokens, such as a loss or a norm, differs from one device. Compute it from the model's output or from the "
+    "gradients of parameters, or use ParallelPlan(cp=1)"
 )
 _SPLIT = (
     "a forward hook on %s has kept its output, but runs once for each micro-batch, and the backward passes of all but "
@@ -41,7 +49,7 @@ _OVER = (
 
 
 class HookedModules:
-    """Finds the modules on which a program has forward hooks.
+    """Finds the modules on which a program has hooks.
 
     Args:
         model: the model whose inner modules are searched.
@@ -111,7 +119,7 @@ class HookedModules:
             return
         self._hooks_seen = hooks, trains
         found = {name: module for name, module in self._modules if has_foreign_hooks(module)}
-        parted = [name for name in found if name in self._parted]
+        parted = [name for name, x in self._modules if name in self._parted and any(map(is_of_program, hooks_of(x)))]
         if trains and parted and not self._has_warned:
             self._has_warned = True
             logger.warning(_PARTED, parted[0])

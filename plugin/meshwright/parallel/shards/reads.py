@@ -55,6 +55,9 @@ class Values(Protocol):
     def changed(self) -> None:
         """Called after the elements were written."""
 
+    def lend(self) -> None:
+        """Give the parameter all of its values in a backward pass that runs its module's forward again."""
+
 
 def values_of(x: object) -> Values | None:
     """Return the values of a shard that has no memory of its own; None for any other tensor."""

@@ -87,7 +87,11 @@ class Shard(StandIn):
             return on(func, name, args, kwargs, _is_in_place(name))
         assert first is not None
         if plain in MODULES and isinstance(first, ShardedParameter) and in_backward():
-            with reading_shards():  # the backward of an autograd function that its module called (DeepSpeed's linear)
+            if (values := values_of(first)) is not None:
+                values.lend()
+            # The backward of an autograd function that its module called (DeepSpeed's linear), or a forward that the
+            # program checkpoints and that torch runs again by itself, without the module's hooks.
+            with reading_shards():
                 return func(*args, **kwargs)
         reads = vars(first).get(ROW_READS)
         if name == "__getitem__" and reads is not None and (row := reads.row(*args)) is not None:
@@ -330,6 +334,9 @@ class _OwnValues:
     def changed(self) -> None:
         if self._source.own().untyped_storage().data_ptr() == self._own.untyped_storage().data_ptr():
             self._source.changed()
+
+    def lend(self) -> None:
+        self._source.lend()
 
 
 def _marked(result: object, like: Tensor) -> object:

@@ -284,8 +284,7 @@ class SequenceRegion:
         self._restore: Restore | None = None
         self._restore_recomputed: Restore | None = None
         borders = self._borders = RegionBorders(structure)
-        if borders.is_first_again:
-            structure.model.register_forward_pre_hook(self._begin_pass)
+        structure.model.register_forward_pre_hook(self._begin_pass)
         if not is_staged:
             borders.first.register_forward_pre_hook(self._start, with_kwargs=True)
             borders.first.register_forward_hook(self._end_recomputation, always_call=True)
@@ -297,6 +296,7 @@ class SequenceRegion:
         return self._is_open or in_backward()
 
     def _begin_pass(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self._borders.check()
         self._is_open = False  # an earlier pass may have raised
 
     def _start(
