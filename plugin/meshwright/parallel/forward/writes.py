@@ -77,25 +77,26 @@ def _is_written(before: tuple[object, int], now: tuple[object, int]) -> bool:
 
 
 class WritesInRecompute(ChainStep):
-    """The ``forward`` of a module that backward runs again: raises if this writes the module's state a second time.
+    """The ``forward`` of a module that backward runs again: raises if this writes state of the module a second time.
 
     Args:
-        module: a module with tensors of its own, inside a layer that the plan recomputes.
-        name: the module's name in the model.
+        modules: the module, inside a layer that the plan recomputes, and its children, since their hooks may write
+            too, such as the pre-hook of ``torch.nn.utils.spectral_norm``; by their names in the model.
     """
 
     order = StepOrder.RECOMPUTED
 
-    def __init__(self, module: nn.Module, name: str):
-        self.module, self.name = module, name
+    def __init__(self, modules: dict[str, nn.Module]):
+        self.modules = modules
 
     @staticmethod
     def over(model: nn.Module, layers: Iterable[nn.Module]) -> None:
         """Watch the modules inside of layers."""
-        inside = {id(module) for layer in layers for module in layer.modules()}
-        for name, module in model.named_modules():
-            if id(module) in inside and any(_own(module, Tensor)):
-                add_step(module, WritesInRecompute(module, name))
+        names = {module: name for name, module in model.named_modules()}
+        for module in dict.fromkeys(inner for layer in layers for inner in layer.modules()):
+            watched = {names[x]: x for x in (module, *module.children()) if any(_own(x, Tensor))}
+            if watched:
+                add_step(module, WritesInRecompute(watched))
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         if not in_backward():
@@ -105,21 +106,21 @@ class WritesInRecompute(ChainStep):
             return self.method(*args, **kwargs)
         finally:  # recomputation may end a layer early, by an exception
             after = self._tensors()
-            for key in before.keys() & after.keys():
-                if before[key].shape == after[key].shape and not torch.equal(before[key], after[key]):
-                    refuse = functools.partial(self._refuse, key)
+            for name in before.keys() & after.keys():
+                if before[name].shape == after[name].shape and not torch.equal(before[name], after[name]):
+                    refuse = functools.partial(self._refuse, name)
                     torch.autograd.Variable._execution_engine.queue_callback(refuse)
 
     def _tensors(self) -> dict[str, Tensor]:
-        values = {key: _value(self.module, key) for key in _own(self.module, Tensor)}
-        return {key: _bits(x).clone() for key, x in values.items() if isinstance(x, Tensor) and is_comparable(x)}
+        values = {f"{name}.{key}": _value(x, key) for name, x in self.modules.items() for key in _own(x, Tensor)}
+        return {name: _bits(x).clone() for name, x in values.items() if isinstance(x, Tensor) and is_comparable(x)}
 
-    def _refuse(self, key: str) -> None:
+    def _refuse(self, name: str) -> None:
         """Raise at the end of backward."""
         raise PlanError(
-            f"forward changes {self.name}.{key}, and recompute='full' runs the layer's forward again in backward, so "
-            "it is changed twice in a step, and the gradients are not those of one device. Use recompute='none', or "
-            "change it in the training loop instead of in forward"
+            f"forward changes {name}, and recompute='full' runs the layer's forward again in backward, so it is "
+            "changed twice in a step, and the gradients are not those of one device. Use recompute='none', or change "
+            "it in the training loop instead of in forward"
         )
 
 
