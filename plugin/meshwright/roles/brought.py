@@ -14,6 +14,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import typing_extensions
 from torch import nn
 
 from meshwright.roles.linear_kernel import kernel_of
@@ -65,25 +66,31 @@ class Brought:
         found = list(codes_of(module.forward))
         return next((code for code in found if not self._is_of_library(code.co_filename)), next(iter(found), None))
 
-    def is_own(self, function: Callable[..., Any]) -> bool:
-        """Return whether a callable runs code of the program, in itself or in a function that it holds."""
-        return any(not self._is_of_library(code.co_filename) for code in codes_of(function))
+    def is_own(self, function: Callable[..., Any], around: object = None) -> bool:
+        """Return whether a callable runs code of the program, in itself or in a function that it holds.
+
+        Args:
+            function: the callable.
+            around: a function that it may hold, whoever has written that.
+        """
+        held = set(codes_of(around))
+        return any(not self._is_of_library(code.co_filename) for code in codes_of(function) if code not in held)
 
     def _is_of_library(self, file: str) -> bool:
-        of_python = file.startswith(self._python) and "-packages" not in file
-        return of_python or file.startswith(self._prefixes)
+        of_python = file.startswith((self._python, "<frozen ")) and "-packages" not in file
+        return of_python or file.startswith(self._prefixes) or file == typing_extensions.__file__  # of decorators
 
     def _is_stock(self, module: nn.Module, owner: nn.Module | None) -> bool:
-        kind = type(module)
-        if kind not in self._stock:
-            self._stock[kind] = self._is_stock_class(kind)
-        return self._stock[kind] and self._has_stock_attributes(module) and self._fits(module, owner)
+        return self.is_stock_class(type(module)) and self._has_stock_attributes(module) and self._fits(module, owner)
 
-    def _is_stock_class(self, kind: type) -> bool:
+    def is_stock_class(self, kind: type) -> bool:
         """Return whether all that a class and its bases do is code of the libraries, which calls only such code."""
-        of_libraries = [base for base in kind.__mro__ if base not in (nn.Module, object)]
-        functions = [x for base in of_libraries for x in vars(base).values() if callable(x) or _is_descriptor(x)]
-        return not any(self.is_own(x) or self._calls_own(x) for x in functions if not isinstance(x, type))
+        if kind not in self._stock:
+            of_libraries = [base for base in kind.__mro__ if base not in (nn.Module, object)]
+            functions = [x for base in of_libraries for x in vars(base).values() if callable(x) or _is_descriptor(x)]
+            functions = [x for x in functions if not isinstance(x, type)]
+            self._stock[kind] = not any(self.is_own(x) or self._calls_own(x) for x in functions)
+        return self._stock[kind]
 
     def _calls_own(self, function: Any) -> bool:
         """Return whether a function calls one that the program has put into the module of a library."""
