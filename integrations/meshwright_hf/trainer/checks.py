@@ -17,7 +17,6 @@ from transformers.trainer_callback import CallbackHandler
 
 from meshwright.compiling import without_compilation
 from meshwright.distribute.attach_optimizer import plan_to_complete
-from meshwright.distribute.check_arguments import check_device_map
 from meshwright.distribute.check_quantised import is_packed, is_quantised, method_of
 from meshwright.errors import PlanError
 from meshwright.mesh.process_group import world_size
@@ -187,26 +186,16 @@ def check_trainer(trainer: StockTrainer) -> None:
                 f"the launcher's config turns {name} on, which shards the model, and so does the plan; launch without "
                 f"it and set ParallelPlan(zero_stage=...), or use {instead}transformers.Trainer"
             )
-    check_model(trainer.model)
-
-
-def check_model(model: nn.Module) -> None:
-    """Raise if a model is already spread over devices, quantised, or wrapped by torch.compile.
-
-    Raises:
-        PlanError: if the model is; the message names the setting.
-    """
-    if without_compilation(model) is not model:
+    if without_compilation(trainer.model) is not trainer.model:
         raise PlanError(
             "the model is the wrapper of torch.compile(model). The Trainer chooses the columns of a batch by the names "
             "of forward's arguments, and the wrapper hides them; pass the plain model, and set TrainingArguments("
             "torch_compile=True)"
         )
-    check_device_map(model)
-    if is_quantised(model) and not is_packed(model):
+    if is_quantised(trainer.model) and not is_packed(trainer.model):
         raise PlanError(
-            f"the model is quantised ({method_of(model)}), and weights of this kind cannot be sharded; load it with "
-            "BitsAndBytesConfig, or without quantization_config"
+            f"the model is quantised ({method_of(trainer.model)}), and weights of this kind cannot be sharded; load it "
+            "with BitsAndBytesConfig, or without quantization_config"
         )
 
 

@@ -29,7 +29,7 @@ from meshwright.mesh.process_mesh import ProcessMesh
 from meshwright.mesh.shared_groups import shared_group
 from meshwright.parallel.batch.items import BatchFormat
 from meshwright.plan.config import RowsOf
-from meshwright.plan.fields import either_name, keywords_checked
+from meshwright.plan.fields import either_name, names_checked
 from meshwright.plan.loader_options import LoaderOptions, ReadingOrder, Source
 
 _NAMES = dict.fromkeys(("mesh", "device_mesh", "process_mesh"), "meshes=") | dict.fromkeys(
@@ -37,7 +37,7 @@ _NAMES = dict.fromkeys(("mesh", "device_mesh", "process_mesh"), "meshes=") | dic
 )
 
 
-@keywords_checked(_NAMES)
+@names_checked(_NAMES)
 def shard_dataloader(
     dataloader: Iterable[Any] | None = None,
     meshes: object = None,

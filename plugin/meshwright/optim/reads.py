@@ -66,7 +66,9 @@ def is_known(optimizer: Optimizer) -> bool:
     if kind in ELEMENTWISE:
         brought = Brought()
         methods = [x for name, x in vars(optimizer).items() if callable(getattr(kind, name, None)) and name != "step"]
-        return patched_step(optimizer) is None and brought.is_stock_class(kind) and not any(map(brought.is_own, methods))
+        return (
+            patched_step(optimizer) is None and brought.is_stock_class(kind) and not any(map(brought.is_own, methods))
+        )
     library = sys.modules.get("bitsandbytes.optim")
     if kind.__name__ not in _OF_BITSANDBYTES or getattr(library, kind.__name__, None) is not kind:
         return False
