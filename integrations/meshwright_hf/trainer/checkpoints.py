@@ -41,12 +41,12 @@ from meshwright_hf.trainer.state import (
     STATE,
     STOCK_OPTIMIZER,
     TrainerProgress,
-    check_random_state_of,
     encoded_draws,
     load_random_state_of_first,
     load_weights,
     place_in_epoch,
     random_files,
+    read_random,
     save_weights,
 )
 
@@ -220,7 +220,9 @@ class CheckpointMixin(StockTrainer):
         runtime, progress = self._runtime, succeed_together(lambda: TrainerProgress.read(checkpoint))
         is_same_mesh = progress is None or progress.mesh == _sizes(runtime)
         if is_same_mesh and len(random_files(checkpoint)) == self.args.world_size:
-            succeed_together(lambda: check_random_state_of(checkpoint, self.args.process_index))
+            own = Path(checkpoint, f"rng_state_{self.args.process_index}.pth")
+            own = own if own.is_file() else own.with_name("rng_state.pth")
+            succeed_together(lambda: own.is_file() and read_random(own))
             super()._load_rng_state(checkpoint)  # type: ignore[misc]
         else:
             succeed_together(lambda: load_random_state_of_first(checkpoint, self.args.device))
