@@ -124,7 +124,11 @@ def short_model(
     maker = _Maker(source, folder)
     real = maker.config
     full = maker.on_meta(real)
-    _check_layers(full, real)
+    if not isinstance(getattr(real, "num_hidden_layers", None), int) or not kinds_of_layers(full):
+        raise PlanError(
+            f"{type(full).__name__} has no stack of num_hidden_layers decoder layers, so verify cannot shorten it; "
+            "write a function that returns a small model of its class, and call mw.verify(function, plan)"
+        )
     roles = _roles(full, real_plan)
     tell("which layers")
     short, notes = _shortened(maker, full, plan)
@@ -166,14 +170,6 @@ class _Maker:
     def on_meta(self, config: PretrainedConfig) -> Any:
         with torch.device("meta"):
             return self.short.causal_lm(config, torch.float32).train()
-
-
-def _check_layers(model: nn.Module, config: PretrainedConfig) -> None:
-    if not isinstance(getattr(config, "num_hidden_layers", None), int) or not kinds_of_layers(model):
-        raise PlanError(
-            f"{type(model).__name__} has no stack of num_hidden_layers decoder layers, so verify cannot shorten it; "
-            "write a function that returns a small model of its class, and call mw.verify(function, plan)"
-        )
 
 
 def _roles(model: nn.Module, plan: ParallelPlan) -> dict[str, str] | None:

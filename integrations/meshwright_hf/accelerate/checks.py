@@ -63,31 +63,6 @@ def check_settings(accelerator: Accelerator, plan: ParallelPlan) -> None:
     Raises:
         PlanError: if there is such a setting; the message names it and the plan's field.
     """
-    _check_engines(accelerator, plan)
-    _check_sizes(accelerator, plan)
-    if accelerator.mixed_precision == "fp8" and accelerator.fp8_backend != FP8BackendType.AO:
-        raise PlanError(
-            "Accelerator(mixed_precision='fp8') runs under a plan by torchao alone: another backend's scales would be "
-            "those of this rank's parts. Pass kwargs_handlers=[accelerate.utils.AORecipeKwargs()], which needs "
-            "pip install torchao, or use mixed_precision='bf16'"
-        )
-    if accelerator.mixed_precision == "fp16" and accelerator.scaler is None:
-        logger.warning("on this device mixed_precision='fp16' does nothing in accelerate; training is in float32")
-    if accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
-        raise PlanError(
-            f"Accelerator(dynamo_backend={accelerator.state.dynamo_plugin.backend.value!r}) would wrap the model in a "
-            "compiled module, with which the plan's hooks do not work; leave it out"
-        )
-    if accelerator.dispatch_batches:
-        raise PlanError(
-            "DataLoaderConfiguration(dispatch_batches=True) would send every rank a part of rank 0's batch; leave it "
-            "out. To read once for the ranks that need the same rows, pass "
-            "ToDistributedConfig(loader=LoaderOptions(source='leader'))"
-        )
-
-
-def _check_engines(accelerator: Accelerator, plan: ParallelPlan) -> None:
-    # Without a GPU, accelerate accepts these plugins, sets the variable and silently ignores the plugins.
     state = accelerator.state
     fsdp = getattr(state, "fsdp_plugin", None)
     if fsdp is not None or _is_set("ACCELERATE_USE_FSDP"):
@@ -112,6 +87,26 @@ def _check_engines(accelerator: Accelerator, plan: ParallelPlan) -> None:
         raise PlanError(
             f"MegatronLMPlugin({said}) makes Megatron-LM the engine, but the plan says tp={plan.tp}, pp={plan.pp}; "
             "leave the plugin (ACCELERATE_USE_MEGATRON_LM) out"
+        )
+    _check_sizes(accelerator, plan)
+    if accelerator.mixed_precision == "fp8" and accelerator.fp8_backend != FP8BackendType.AO:
+        raise PlanError(
+            "Accelerator(mixed_precision='fp8') runs under a plan by torchao alone: another backend's scales would be "
+            "those of this rank's parts. Pass kwargs_handlers=[accelerate.utils.AORecipeKwargs()], which needs "
+            "pip install torchao, or use mixed_precision='bf16'"
+        )
+    if accelerator.mixed_precision == "fp16" and accelerator.scaler is None:
+        logger.warning("on this device mixed_precision='fp16' does nothing in accelerate; training is in float32")
+    if accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
+        raise PlanError(
+            f"Accelerator(dynamo_backend={accelerator.state.dynamo_plugin.backend.value!r}) would wrap the model in a "
+            "compiled module, with which the plan's hooks do not work; leave it out"
+        )
+    if accelerator.dispatch_batches:
+        raise PlanError(
+            "DataLoaderConfiguration(dispatch_batches=True) would send every rank a part of rank 0's batch; leave it "
+            "out. To read once for the ranks that need the same rows, pass "
+            "ToDistributedConfig(loader=LoaderOptions(source='leader'))"
         )
 
 

@@ -238,22 +238,18 @@ class CheckpointMixin(StockTrainer):
         if self.args.ignore_data_skip:
             return epoch, steps
         if progress is None:
-            self._check_stock_batch(checkpoint)
+            rows = (self.state.train_batch_size or 0) * len(random_files(checkpoint))
+            if rows != self._global_batch():
+                raise CheckpointError(
+                    f"{checkpoint} of the stock Trainer was saved with batches of {rows} rows on all processes, but "
+                    f"this run has batches of {self._global_batch()}, so it would go on at another place in the data; "
+                    "set per_device_train_batch_size so that it has as many, or ignore_data_skip=True"
+                )
         elif progress.loader is not None and progress.global_batch != self._global_batch():
             return place_in_epoch(
                 progress.loader, batch=self._global_batch(), accumulation=self.args.gradient_accumulation_steps
             )
         return epoch, steps
-
-    def _check_stock_batch(self, checkpoint: str) -> None:
-        """Raise if a checkpoint of the stock Trainer counts batches of another size, since it holds only the count."""
-        rows = (self.state.train_batch_size or 0) * len(random_files(checkpoint))
-        if rows != self._global_batch():
-            raise CheckpointError(
-                f"{checkpoint} of the stock Trainer was saved with batches of {rows} rows on all processes, but this "
-                f"run has batches of {self._global_batch()}, so it would go on at another place in the data; set "
-                "per_device_train_batch_size so that it has as many, or ignore_data_skip=True"
-            )
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         skipped, checkpoint = kwargs["steps_trained_in_current_epoch"], kwargs["resume_from_checkpoint"]

@@ -100,7 +100,13 @@ class ContextRegion:
             if is_first:
                 self.length = self.last_length = hidden.shape[self.record.hidden_dim]
                 self.parts = self._parts_of(mask)
-                self._check_padding()
+                held = self.parts.axis.size * sum(run.size for run in self.parts.runs(self.length))
+                if held != self.length and not self.takes_padding:
+                    raise PlanError(
+                        f"the sequence has {self.length} tokens, and ParallelPlan.cp={self.parts.axis.size} pads it to "
+                        f"{held}; the scales of float8 layers would see the padding. Pad the batch to a multiple of "
+                        f"{2 * self.parts.axis.size}, without padding_free rows, or use cp=1"
+                    )
                 self._borders.begin()
             parts = self.parts
             if mask is not None:
@@ -142,15 +148,6 @@ class ContextRegion:
 
     def _is_input(self, x: Tensor) -> bool:
         return any(x is given or _is_view_of_all(x, given) for given in self.inputs)
-
-    def _check_padding(self) -> None:
-        held = self.parts.axis.size * sum(run.size for run in self.parts.runs(self.length))
-        if held != self.length and not self.takes_padding:
-            raise PlanError(
-                f"the sequence has {self.length} tokens, and ParallelPlan.cp={self.parts.axis.size} pads it to {held}; "
-                "the scales of float8 layers would see the padding. Pad the batch to a multiple of "
-                f"{2 * self.parts.axis.size}, without padding_free rows, or use cp=1"
-            )
 
     def _parts_of(self, mask: ContextMask | None) -> SequenceParts:
         work = None if mask is None else mask.work()

@@ -156,7 +156,12 @@ def shard_dataloader(
 
     def make() -> Claim[DistributedLoader]:
         knows_own_rows = is_dataset_splitted or (options.reads_lanes and has_lanes(loader))
-        _check_outsiders(flat(targets), knows_own_rows=knows_own_rows)
+        outsiders = set(range(world_size())).difference(*(target.mesh.ranks for target in flat(targets)))
+        if outsiders and knows_own_rows:
+            raise ValueError(
+                f"ranks {sorted(outsiders)} are in none of the meshes, and the rows of lanes or of a split dataset are "
+                "known only on ranks that read them; use meshes that contain all ranks, or order='loader'"
+            )
         return DistributedLoader(
             loader,
             mesh,
@@ -191,16 +196,6 @@ def _check_divides(loader: object, targets: Sequence[Target]) -> None:
                 f"the loader's batch_size={batch_size} is not divisible by the {size} ranks of axis {target.axis!r}; "
                 f"use {fitting}, or set spread=True to give the ranks different numbers of rows"
             )
-
-
-def _check_outsiders(targets: Sequence[Target], *, knows_own_rows: bool) -> None:
-    """Raise if some ranks are in no mesh, and a rank knows only the rows that it reads."""
-    outsiders = set(range(world_size())).difference(*(target.mesh.ranks for target in targets))
-    if outsiders and knows_own_rows:
-        raise ValueError(
-            f"ranks {sorted(outsiders)} are in none of the meshes, and the rows of lanes or of a split dataset are "
-            "known only on ranks that read them; use meshes that contain all ranks, or order='loader'"
-        )
 
 
 def _places(targets: list[Targets], device_type: str) -> tuple[Axis, Peers]:

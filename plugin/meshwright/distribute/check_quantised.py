@@ -108,7 +108,13 @@ def check_quantised(model: nn.Module, plan: ParallelPlan, device: torch.device) 
                 "could not be trained any more. Load the model again, and distribute it before it is evaluated"
             )
     if plan.tp > 1:
-        _check_ends(model, plan)
+        packed = {module: name for name, module, _ in packed_modules(model)}
+        for find in ("get_input_embeddings", "get_output_embeddings"):
+            if (end := ask(model, find)) in packed:
+                raise PlanError(
+                    f"{packed[end]} is quantised, and tp={plan.tp} cuts it into parts of any number of words. Keep it: "
+                    f"BitsAndBytesConfig(llm_int8_skip_modules=[{packed[end].rpartition('.')[2]!r}])"
+                )
 
 
 def _check_8_bit(name: str, module: Any, plan: ParallelPlan, device: torch.device) -> None:
@@ -124,14 +130,3 @@ def _check_8_bit(name: str, module: Any, plan: ParallelPlan, device: torch.devic
             f"their largest one, of which a rank of tp={plan.tp} may have none. Load the model with "
             "BitsAndBytesConfig(load_in_4bit=True), or use a plan without tp, such as plan='dp2'"
         )
-
-
-def _check_ends(model: nn.Module, plan: ParallelPlan) -> None:
-    """Raise if the embedding or the head is packed: tp cuts them into parts of any number of rows."""
-    packed = {module: name for name, module, _ in packed_modules(model)}
-    for find in ("get_input_embeddings", "get_output_embeddings"):
-        if (end := ask(model, find)) in packed:
-            raise PlanError(
-                f"{packed[end]} is quantised, and tp={plan.tp} cuts it into parts of any number of words. Keep it: "
-                f"BitsAndBytesConfig(llm_int8_skip_modules=[{packed[end].rpartition('.')[2]!r}])"
-            )
