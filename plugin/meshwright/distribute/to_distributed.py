@@ -43,7 +43,7 @@ from meshwright.optim.elementwise import check_reads, declared
 from meshwright.optim.gradients import Engine
 from meshwright.optim.runtime import Runtime, Watch, WholeLogits, device_of, find_runtime
 from meshwright.optim.shard_state import check_ownership
-from meshwright.parallel.batch.flash_rows import check_package
+from meshwright.parallel.batch.flash_rows import flash_function, flash_implementation
 from meshwright.parallel.batch.items import BatchFormat
 from meshwright.parallel.batch.mixed_rows import check_embeddings, check_mixed_rows
 from meshwright.parallel.losses.batch_loss import BatchLoss
@@ -224,7 +224,8 @@ def _meet(plan: ParallelPlan, config: ToDistributedConfig, device: torch.device)
 
 def _equal_weights(model: nn.Module, config: ToDistributedConfig, mesh: Mesh, device: torch.device) -> InitialWeights:
     """Find the weights to begin with, and make those that the ranks have built equal."""
-    succeed_together(lambda: check_package(model))
+    attention = flash_implementation(model.modules())
+    succeed_together(lambda: attention is not None and flash_function(attention))  # whose package may not load
     source = settled(config.weights)
     weights = succeed_together(lambda: InitialWeights.find(model, source))
     if weights.equalise(model, mesh, device):
