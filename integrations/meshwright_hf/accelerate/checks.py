@@ -48,11 +48,7 @@ def check_launch(accelerator: Accelerator) -> None:
 
 
 def check_placement(device_placement: list[bool] | None) -> None:
-    """Raise if ``device_placement`` was passed to ``accelerator.prepare``, which a plan does not support.
-
-    Raises:
-        PlanError: if ``device_placement`` is not None.
-    """
+    """Raise a PlanError if ``device_placement`` was passed to ``accelerator.prepare``."""
     if device_placement is not None:
         raise PlanError("device_placement is not available under a plan; set Accelerator(device_placement=...)")
 

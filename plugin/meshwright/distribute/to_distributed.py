@@ -34,7 +34,7 @@ from meshwright.faults.group_timeouts import set_timeouts
 from meshwright.faults.guard import Guard, start_guard
 from meshwright.faults.together import succeed_together
 from meshwright.features.build import Build
-from meshwright.features.check_compile import check_compile, layers_of
+from meshwright.features.check_compile import layers_of, why_not_compiled
 from meshwright.mesh.axes import Mesh
 from meshwright.mesh.local_device import check_device_num, warn_of_unused_gpus
 from meshwright.mesh.process_group import device_for, start_process_group
@@ -46,6 +46,7 @@ from meshwright.optim.shard_state import check_ownership
 from meshwright.parallel.batch.flash_rows import flash_function, flash_implementation
 from meshwright.parallel.batch.items import BatchFormat
 from meshwright.parallel.batch.mixed_rows import check_embeddings, check_mixed_rows
+from meshwright.parallel.forward.compiled_layers import check_compile_options
 from meshwright.parallel.losses.batch_loss import BatchLoss
 from meshwright.parallel.losses.causal_lm import CausalLMLoss
 from meshwright.parallel.losses.head_losses import LossKind, find_loss
@@ -205,7 +206,10 @@ def _cuts(
     check_quantised(model, plan, device)
     check_plan(decoder, plan, config.engine, loss)
     cuts = Cuts.of(decoder, plan, config)
-    check_compile(layers_of(decoder, cuts.structure), plan, config)
+    if config.compile is not None:
+        check_compile_options(config.compile_options or {}, has_collectives=plan.tp > 1)
+        if (reason := why_not_compiled(layers_of(decoder, cuts.structure), plan, config.engine)) is not None:
+            raise PlanError(reason)
     check_float8(decoder, plan, config, cuts.structure, cuts.mixers)
     return cuts
 
