@@ -139,7 +139,14 @@ def short_model(
         short = narrow or short
         notes.append(note)
     maker.write(short)
-    _check_memory(maker.on_meta(short), plan)
+    weights = 8 * sum(parameter.numel() for parameter in maker.on_meta(short).parameters())
+    needed = _COPIES * weights * (plan.dp + 1)
+    available = available_memory()
+    if needed > MEMORY * available:
+        raise PlanError(
+            f"verifying this model in float64 takes about {needed / 2**30:.0f} GiB, but this machine "
+            f"has {available / 2**30:.0f} GiB available; leave out --full-width, or choose a plan with a smaller dp"
+        )
     return ShortModel(maker.short), notes
 
 
@@ -233,14 +240,3 @@ def _changes(config: PretrainedConfig, fields: Mapping[str, Any]) -> Iterator[st
         before = getattr(config, name, None)
         if isinstance(value, int) and not name.endswith("token_id"):
             yield f"{name} {before} -> {value}"
-
-
-def _check_memory(model: nn.Module, plan: ParallelPlan) -> None:
-    weights = 8 * sum(parameter.numel() for parameter in model.parameters())
-    needed = _COPIES * weights * (plan.dp + 1)
-    available = available_memory()
-    if needed > MEMORY * available:
-        raise PlanError(
-            f"verifying this model in float64 takes about {needed / 2**30:.0f} GiB, but this machine has "
-            f"{available / 2**30:.0f} GiB available; leave out --full-width, or choose a plan with a smaller dp"
-        )

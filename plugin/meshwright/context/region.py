@@ -111,7 +111,14 @@ class ContextRegion:
             parts = self.parts
             if mask is not None:
                 mask.parts = parts
-            self._check_known(layer, args, kwargs)
+            known = self.record.arguments[layer]
+            for place, x in tensors_in((args, kwargs)):
+                if place not in known and place[-1] not in BORDERS and self.length in x.shape and not self._is_input(x):
+                    raise ValueError(
+                        f"a layer ({type(layer).__name__}) is given {place[-1]!r} of shape {tuple(x.shape)} in this "
+                        "call, but not in a call with input_ids and labels alone, so it is not known how to cut it for "
+                        "ParallelPlan.cp > 1. Leave the argument out, or use cp=1"
+                    )
         length = self.length
         dims, known = self.record.token_dims[layer], self.record.arguments[layer]
 
@@ -135,16 +142,6 @@ class ContextRegion:
         if layer is not self._borders.first or not self._borders.is_first_again:
             return layer is self._borders.first
         return hidden.shape[self.record.hidden_dim] == self.last_length if in_backward() else self.length == 0
-
-    def _check_known(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        known = self.record.arguments[layer]
-        for place, x in tensors_in((args, kwargs)):
-            if place not in known and place[-1] not in BORDERS and self.length in x.shape and not self._is_input(x):
-                raise ValueError(
-                    f"a layer ({type(layer).__name__}) is given {place[-1]!r} of shape {tuple(x.shape)} in this call, "
-                    "but not in a call with input_ids and labels alone, so it is not known how to cut it for "
-                    "ParallelPlan.cp > 1. Leave the argument out, or use cp=1"
-                )
 
     def _is_input(self, x: Tensor) -> bool:
         return any(x is given or _is_view_of_all(x, given) for given in self.inputs)
