@@ -74,10 +74,10 @@ def activate(
             wrong = self.told_processes - {count}
             if wrong and any(isinstance(value, LRScheduler) for value in args):
                 raise PlanError(
-                    f"accelerator.num_processes was {min(wrong)}, the dp of the plan of activate(), but this plan does not "
-                    f"distribute this model: accelerate steps its scheduler {count} times per optimizer step. Choose "
-                    "the models by activate(..., models=...), or write accelerator.state.num_processes for the schedule of "
-                    "this model"
+                    f"accelerator.num_processes was {min(wrong)}, the dp of the plan of activate(), but this plan does "
+                    f"not distribute this model: accelerate steps its scheduler {count} times per optimizer step. "
+                    "Choose the models by activate(..., models=...), or write accelerator.state.num_processes for the "
+                    "schedule of this model"
                 )
         return original(self, *args, device_placement=device_placement)
 
