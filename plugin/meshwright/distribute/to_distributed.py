@@ -34,7 +34,6 @@ from meshwright.faults.group_timeouts import set_timeouts
 from meshwright.faults.guard import Guard, start_guard
 from meshwright.faults.together import succeed_together
 from meshwright.features.build import Build
-from meshwright.features.check_compile import layers_of, why_not_compiled
 from meshwright.mesh.axes import Mesh
 from meshwright.mesh.local_device import check_device_num, warn_of_unused_gpus
 from meshwright.mesh.process_group import device_for, start_process_group
@@ -46,7 +45,7 @@ from meshwright.optim.shard_state import check_ownership
 from meshwright.parallel.batch.flash_rows import flash_function, flash_implementation
 from meshwright.parallel.batch.items import BatchFormat
 from meshwright.parallel.batch.mixed_rows import check_embeddings, check_mixed_rows
-from meshwright.parallel.forward.compiled_layers import check_compile_options
+from meshwright.parallel.forward.compiled_layers import check_compile_options, layers_of, why_not_compiled
 from meshwright.parallel.losses.batch_loss import BatchLoss
 from meshwright.parallel.losses.causal_lm import CausalLMLoss
 from meshwright.parallel.losses.head_losses import LossKind, find_loss

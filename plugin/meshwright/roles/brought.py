@@ -1,4 +1,6 @@
-"""Tells what a program brought into a model from the libraries' own classes, by the code that runs and not by names.
+"""Tells what a program brought from the code of the libraries, by the code that runs and not by names.
+
+Modules, the steps of optimizers and hooks are told alike.
 
 The project's tests show that tp computes the libraries' own families as one device does. Nothing shows this of what
 the program brought: a class or a function of its own, one that it put in place of a library's, or a combination that
