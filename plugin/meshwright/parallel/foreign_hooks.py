@@ -79,8 +79,9 @@ def is_foreign(hook: Callable[..., object]) -> bool:
 
     A tool that watches a rank's parts sets ``hook.watches_parts = True``; its hooks are left as they are.
     """
-    is_builtin = next(codes_of(hook), None) is None  # no library makes one a hook
-    return not getattr(hook, "watches_parts", False) and (is_builtin or Brought().is_own(hook))
+    files, brought = [code.co_filename for code in codes_of(hook)], Brought()
+    is_of_library = bool(files) and all(map(brought.is_of_library, files))  # no library makes a function of C a hook
+    return not is_of_library and not getattr(hook, "watches_parts", False)
 
 
 def origin(hook: object) -> str:

@@ -22,10 +22,12 @@ from torch import nn
 from meshwright.roles.linear_kernel import kernel_of
 
 # What these put into a model is not the program's.
-LIBRARIES = (
+LIBRARIES = {
     "meshwright", "meshwright_hf", "torch", "transformers", "peft", "trl", "accelerate", "deepspeed", "bitsandbytes",
     "torchao",
-)  # fmt: skip
+}  # fmt: skip
+_roots: dict[str, str] = {}  # the folders of those that were imported
+_PYTHON = os.path.dirname(os.__file__) + os.sep
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict)
 
 # The classes of torch that compute each channel by itself, or whose weights have a role of their own.
@@ -54,9 +56,9 @@ class Brought:
     """
 
     def __init__(self) -> None:
-        self._roots = {name: root for name in LIBRARIES if (root := _root(name)) is not None}
-        self._prefixes = tuple(self._roots.values())
-        self._python = os.path.dirname(os.__file__) + os.sep
+        for library in (LIBRARIES - _roots.keys()) & sys.modules.keys():
+            _roots[library] = os.path.dirname(getattr(sys.modules[library], "__file__", None) or "/") + os.sep
+        self._prefixes = tuple(_roots.values())
         self._stock: dict[type, bool] = {}
 
     def inside(self, module: nn.Module) -> list[str]:
@@ -66,7 +68,7 @@ class Brought:
     def code_of(self, module: nn.Module) -> types.CodeType | None:
         """Return the program's code in a module's forward, or the library's if all is a library's."""
         found = list(codes_of(module.forward))
-        return next((code for code in found if not self._is_of_library(code.co_filename)), next(iter(found), None))
+        return next((code for code in found if not self.is_of_library(code.co_filename)), next(iter(found), None))
 
     def is_own(self, function: Callable[..., Any], around: object = None) -> bool:
         """Return whether a callable runs code of the program, in itself or in a function that it holds.
@@ -76,10 +78,11 @@ class Brought:
             around: a function that it may hold, whoever has written that.
         """
         held = set(codes_of(around))
-        return any(not self._is_of_library(code.co_filename) for code in codes_of(function) if code not in held)
+        return any(not self.is_of_library(code.co_filename) for code in codes_of(function) if code not in held)
 
-    def _is_of_library(self, file: str) -> bool:
-        of_python = file.startswith((self._python, "<frozen ")) and "-packages" not in file
+    def is_of_library(self, file: str) -> bool:
+        """Return whether a file with code is a library's or Python's."""
+        of_python = file.startswith((_PYTHON, "<frozen ")) and "-packages" not in file
         return of_python or file.startswith(self._prefixes) or file == typing_extensions.__file__  # of decorators
 
     def _is_stock(self, module: nn.Module, owner: nn.Module | None) -> bool:
@@ -126,9 +129,9 @@ class Brought:
         if kind in _NORMS:
             return bool(module._parameters.get("weight") is not None)
         file = _file_of(kind)
-        if file.startswith(self._roots.get("transformers", "/")):
+        if file.startswith(_roots.get("transformers", "/")):
             return file in map(_file_of, type(owner).__mro__) or os.path.basename(file) == "activations.py"
-        return not file.startswith(self._roots["torch"]) or "parametrize" in file
+        return not file.startswith(_roots["torch"]) or "parametrize" in file
 
 
 def codes_of(function: Any) -> Iterator[types.CodeType]:
@@ -188,11 +191,6 @@ def _is_registry(x: object) -> bool:
 def _file_of(kind: type) -> str:
     module = sys.modules.get(kind.__module__)
     return getattr(module, "__file__", None) or ""
-
-
-def _root(library: str) -> str | None:
-    file = getattr(sys.modules.get(library), "__file__", None)
-    return None if file is None else os.path.dirname(file) + os.sep
 
 
 def _with_owners(module: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module | None]]:
