@@ -20,7 +20,7 @@ from meshwright.errors import OptimizerMismatchError
 from meshwright.layout.tensor_layout import layout_of
 from meshwright.optim.reads import Reads, reads_of
 from meshwright.parallel.shards.reads import reading_shards
-from meshwright_hf.trainer.checks import why_no_optimizer
+from meshwright_hf.trainer.checks import REFUSED_OPTIMIZERS
 
 PLANS = ("dp2 zero1", "tp2+sp", "dp2 zero3")
 EQUAL = "equal"
@@ -54,8 +54,10 @@ class Record:
 def check(name: str) -> Record:
     """Compare one optimizer under each plan with one device. Every rank must make the call; rank 0 has compared."""
     record = Record(name)
-    if (why := why_no_optimizer(name)) is not None:
-        return dataclasses.replace(record, cells=dict.fromkeys(PLANS, f"refused: {why.partition(';')[0]}"))
+    if (why := REFUSED_OPTIMIZERS.get(name)) is not None:
+        return dataclasses.replace(
+            record, cells=dict.fromkeys(PLANS, f"refused: optim={name!r} {why.partition(';')[0]}")
+        )
     try:
         model = _model()
         optimizer = _optimizer(name, model)

@@ -124,7 +124,11 @@ def short_model(
     maker = _Maker(source, folder)
     real = maker.config
     full = maker.on_meta(real)
-    _check_layers(full, real)
+    if not isinstance(getattr(real, "num_hidden_layers", None), int) or not kinds_of_layers(full):
+        raise PlanError(
+            f"{type(full).__name__} has no stack of num_hidden_layers decoder layers, so verify cannot shorten it; "
+            "write a function that returns a small model of its class, and call mw.verify(function, plan)"
+        )
     roles = _roles(full, real_plan)
     tell("which layers")
     short, notes = _shortened(maker, full, plan)
@@ -135,7 +139,14 @@ def short_model(
         short = narrow or short
         notes.append(note)
     maker.write(short)
-    _check_memory(maker.on_meta(short), plan)
+    weights = 8 * sum(parameter.numel() for parameter in maker.on_meta(short).parameters())
+    needed = _COPIES * weights * (plan.dp + 1)
+    available = available_memory()
+    if needed > MEMORY * available:
+        raise PlanError(
+            f"verifying this model in float64 takes about {needed / 2**30:.0f} GiB, but this machine "
+            f"has {available / 2**30:.0f} GiB available; leave out --full-width, or choose a plan with a smaller dp"
+        )
     return ShortModel(maker.short), notes
 
 
@@ -166,14 +177,6 @@ class _Maker:
     def on_meta(self, config: PretrainedConfig) -> Any:
         with torch.device("meta"):
             return self.short.causal_lm(config, torch.float32).train()
-
-
-def _check_layers(model: nn.Module, config: PretrainedConfig) -> None:
-    if not isinstance(getattr(config, "num_hidden_layers", None), int) or not kinds_of_layers(model):
-        raise PlanError(
-            f"{type(model).__name__} has no stack of num_hidden_layers decoder layers, so verify cannot shorten it; "
-            "write a function that returns a small model of its class, and call mw.verify(function, plan)"
-        )
 
 
 def _roles(model: nn.Module, plan: ParallelPlan) -> dict[str, str] | None:
@@ -237,14 +240,3 @@ def _changes(config: PretrainedConfig, fields: Mapping[str, Any]) -> Iterator[st
         before = getattr(config, name, None)
         if isinstance(value, int) and not name.endswith("token_id"):
             yield f"{name} {before} -> {value}"
-
-
-def _check_memory(model: nn.Module, plan: ParallelPlan) -> None:
-    weights = 8 * sum(parameter.numel() for parameter in model.parameters())
-    needed = _COPIES * weights * (plan.dp + 1)
-    available = available_memory()
-    if needed > MEMORY * available:
-        raise PlanError(
-            f"verifying this model in float64 takes about {needed / 2**30:.0f} GiB, but this machine has "
-            f"{available / 2**30:.0f} GiB available; leave out --full-width, or choose a plan with a smaller dp"
-        )

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 
 import meshwright as mw
-from meshwright.parallel.forward.compile_options import check_compile_options
+from meshwright.parallel.forward.compiled_layers import check_compile_options
 from support.models import build, labels_for, tokens
 from support.tiers import crossing, nightly
 

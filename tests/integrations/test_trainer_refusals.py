@@ -15,7 +15,7 @@ import meshwright as mw
 from meshwright.mesh.axes import Axis, Mesh
 from meshwright.optim.runtime import Runtime
 from meshwright_hf.trainer import MeshwrightTrainer, items
-from meshwright_hf.trainer.checks import check_arguments, check_model, check_run, config_of
+from meshwright_hf.trainer.checks import check_arguments, check_run, check_trainer, config_of
 from meshwright_hf.trainer.items import ItemsUse
 from meshwright_hf.trainer.state import place_in_epoch
 from support.models import build
@@ -86,10 +86,11 @@ def test_models_that_are_spread_or_quantised() -> None:
     spread, quantised = build("llama"), build("llama")
     spread.hf_device_map = {"model": 0, "lm_head": 1}
     with pytest.raises(mw.PlanError, match="device_map, over 2 devices"):
-        check_model(spread)
+        mw.to_distributed(spread)
     quantised.is_quantized = True
+    trainer: Any = SimpleNamespace(model=quantised, is_fsdp_enabled=False, is_deepspeed_enabled=False)
     with pytest.raises(mw.PlanError, match="quantised"):
-        check_model(quantised)
+        check_trainer(trainer)
 
 
 @pytest.mark.parametrize("value", [3, ["tp2"], mw.ToDistributedConfig(num_items_in_batch="global")], ids=str)

@@ -19,6 +19,7 @@ from meshwright.checkpoint.sealed.seal import NAME as SEAL
 from meshwright.checkpoint.sealed.sealed_folder import sealed_folder
 from meshwright.compiling import without_compilation
 from meshwright.data.nested import map_tensors
+from meshwright.faults.together import succeed_together
 from meshwright.layout.tensor_layout import is_held
 from meshwright.mesh.axes import Axis
 from meshwright.monitor.monitor import monitor_of
@@ -270,7 +271,7 @@ class PlannedAccelerator(Accelerator):
             super().load_state(input_dir, load_kwargs, **kwargs)
             return
         folder = folder_to_load(self, input_dir)
-        is_stock = state.check_parts(self, folder)
+        is_stock = succeed_together(lambda: state.is_stock_checkpoint(self, folder))
         hook = self.register_load_state_pre_hook(
             lambda models, directory: state.give_weights(self._models, models, directory, is_stock=is_stock)
         )

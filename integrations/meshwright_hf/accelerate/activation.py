@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from accelerate import Accelerator
@@ -70,7 +70,15 @@ def activate(
             check_placement(device_placement)
             return prepare(self, *args, config=config)
         if isinstance(self, PlannedAccelerator) and any(is_new_model(value) for value in args):
-            _check_left_to_accelerate(self, args)
+            count = int(self.state.num_processes)
+            wrong = self.told_processes - {count}
+            if wrong and any(isinstance(value, LRScheduler) for value in args):
+                raise PlanError(
+                    f"accelerator.num_processes was {min(wrong)}, the dp of the plan of activate(), but this plan does "
+                    f"not distribute this model: accelerate steps its scheduler {count} times per optimizer step. "
+                    "Choose the models by activate(..., models=...), or write accelerator.state.num_processes for the "
+                    "schedule of this model"
+                )
         return original(self, *args, device_placement=device_placement)
 
     for name, patched in (("__init__", make_by_plan), ("prepare", prepare_by_plan)):
@@ -83,20 +91,3 @@ def deactivate() -> None:
     for name in _PATCHED:
         patched = getattr(Accelerator, name)
         setattr(Accelerator, name, getattr(patched, _ORIGINAL, patched))
-
-
-def _check_left_to_accelerate(accelerator: PlannedAccelerator, objects: Sequence[Any]) -> None:
-    """Raise if the plan does not distribute a model, but the script may have made its schedule with the plan's dp.
-
-    Raises:
-        PlanError: if dp and the number of processes differ; the message gives both.
-    """
-    count = int(accelerator.state.num_processes)
-    wrong = accelerator.told_processes - {count}
-    if wrong and any(isinstance(value, LRScheduler) for value in objects):
-        raise PlanError(
-            f"accelerator.num_processes was {min(wrong)}, the dp of the plan of activate(), but this plan does not "
-            f"distribute this model: accelerate steps its scheduler {count} times per optimizer step. Choose the "
-            "models by activate(..., models=...), or write accelerator.state.num_processes for the schedule of this "
-            "model"
-        )

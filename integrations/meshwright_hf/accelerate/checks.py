@@ -48,11 +48,7 @@ def check_launch(accelerator: Accelerator) -> None:
 
 
 def check_placement(device_placement: list[bool] | None) -> None:
-    """Raise if ``device_placement`` was passed to ``accelerator.prepare``, which a plan does not support.
-
-    Raises:
-        PlanError: if ``device_placement`` is not None.
-    """
+    """Raise a PlanError if ``device_placement`` was passed to ``accelerator.prepare``."""
     if device_placement is not None:
         raise PlanError("device_placement is not available under a plan; set Accelerator(device_placement=...)")
 
@@ -63,31 +59,6 @@ def check_settings(accelerator: Accelerator, plan: ParallelPlan) -> None:
     Raises:
         PlanError: if there is such a setting; the message names it and the plan's field.
     """
-    _check_engines(accelerator, plan)
-    _check_sizes(accelerator, plan)
-    if accelerator.mixed_precision == "fp8" and accelerator.fp8_backend != FP8BackendType.AO:
-        raise PlanError(
-            "Accelerator(mixed_precision='fp8') runs under a plan by torchao alone: another backend's scales would be "
-            "those of this rank's parts. Pass kwargs_handlers=[accelerate.utils.AORecipeKwargs()], which needs "
-            "pip install torchao, or use mixed_precision='bf16'"
-        )
-    if accelerator.mixed_precision == "fp16" and accelerator.scaler is None:
-        logger.warning("on this device mixed_precision='fp16' does nothing in accelerate; training is in float32")
-    if accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
-        raise PlanError(
-            f"Accelerator(dynamo_backend={accelerator.state.dynamo_plugin.backend.value!r}) would wrap the model in a "
-            "compiled module, with which the plan's hooks do not work; leave it out"
-        )
-    if accelerator.dispatch_batches:
-        raise PlanError(
-            "DataLoaderConfiguration(dispatch_batches=True) would send every rank a part of rank 0's batch; leave it "
-            "out. To read once for the ranks that need the same rows, pass "
-            "ToDistributedConfig(loader=LoaderOptions(source='leader'))"
-        )
-
-
-def _check_engines(accelerator: Accelerator, plan: ParallelPlan) -> None:
-    # Without a GPU, accelerate accepts these plugins, sets the variable and silently ignores the plugins.
     state = accelerator.state
     fsdp = getattr(state, "fsdp_plugin", None)
     if fsdp is not None or _is_set("ACCELERATE_USE_FSDP"):
@@ -113,35 +84,50 @@ def _check_engines(accelerator: Accelerator, plan: ParallelPlan) -> None:
             f"MegatronLMPlugin({said}) makes Megatron-LM the engine, but the plan says tp={plan.tp}, pp={plan.pp}; "
             "leave the plugin (ACCELERATE_USE_MEGATRON_LM) out"
         )
+    if (sizes := accelerator.parallelism_config) is not None:
+        for name, value in (("cp_size", sizes.cp_size), ("sp_size", sizes.sp_size)):
+            if value > 1:  # accelerate's own ring, and DeepSpeed's Ulysses: both cut the batch before the model
+                raise PlanError(
+                    f"ParallelismConfig has {name}={value}, with which accelerate cuts sequences itself, but the plan "
+                    f"has cp={plan.cp}; leave {name} out and set ParallelPlan(cp={value}), which cuts them inside the "
+                    "model"
+                )
+        replicas = sizes.dp_replicate_size * sizes.dp_shard_size
+        for name, theirs, axis in (
+            ("tp_size", sizes.tp_size, "tp"),
+            ("dp_replicate_size x dp_shard_size", replicas, "dp"),
+        ):
+            if theirs != getattr(plan, axis):
+                raise PlanError(
+                    f"ParallelismConfig has {name}={theirs}, but the plan has {axis}={getattr(plan, axis)}; make them "
+                    "equal, or leave ParallelismConfig out: the plan alone decides"
+                )
+    if accelerator.mixed_precision == "fp8" and accelerator.fp8_backend != FP8BackendType.AO:
+        raise PlanError(
+            "Accelerator(mixed_precision='fp8') runs under a plan by torchao alone: another backend's scales would be "
+            "those of this rank's parts. Pass kwargs_handlers=[accelerate.utils.AORecipeKwargs()], which needs "
+            "pip install torchao, or use mixed_precision='bf16'"
+        )
+    if accelerator.mixed_precision == "fp16" and accelerator.scaler is None:
+        logger.warning("on this device mixed_precision='fp16' does nothing in accelerate; training is in float32")
+    if accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
+        raise PlanError(
+            f"Accelerator(dynamo_backend={accelerator.state.dynamo_plugin.backend.value!r}) would wrap the model in a "
+            "compiled module, with which the plan's hooks do not work; leave it out"
+        )
+    if accelerator.dispatch_batches:
+        raise PlanError(
+            "DataLoaderConfiguration(dispatch_batches=True) would send every rank a part of rank 0's batch; leave it "
+            "out. To read once for the ranks that need the same rows, pass "
+            "ToDistributedConfig(loader=LoaderOptions(source='leader'))"
+        )
 
 
 def _is_set(variable: str) -> bool:
     return os.environ.get(variable, "false").lower() in ("true", "1")
 
 
-def _check_sizes(accelerator: Accelerator, plan: ParallelPlan) -> None:
-    sizes = accelerator.parallelism_config
-    if sizes is None:
-        return
-    for name, value in (("cp_size", sizes.cp_size), ("sp_size", sizes.sp_size)):
-        if value > 1:  # accelerate's own ring, and DeepSpeed's Ulysses: both cut the batch before the model gets it
-            raise PlanError(
-                f"ParallelismConfig has {name}={value}, with which accelerate cuts sequences itself, but the plan has "
-                f"cp={plan.cp}; leave {name} out and set ParallelPlan(cp={value}), which cuts them inside the model"
-            )
-    pairs = {
-        "tp_size": (sizes.tp_size, "tp", plan.tp),
-        "dp_replicate_size x dp_shard_size": (sizes.dp_replicate_size * sizes.dp_shard_size, "dp", plan.dp),
-    }
-    for name, (theirs, axis, ours) in pairs.items():
-        if theirs != ours:
-            raise PlanError(
-                f"ParallelismConfig has {name}={theirs}, but the plan has {axis}={ours}; make them equal, or leave "
-                "ParallelismConfig out: the plan alone decides"
-            )
-
-
-def check_num_processes(read: Iterable[int], dp: int) -> None:
+def check_num_processes(read: Iterable[int], dp: int, *, warns: bool = False) -> None:
     """Raise if a schedule may have been made with a different number of ranks than dp.
 
     A scheduler steps once for each of the loader's batches in an optimizer step, so dp times. A schedule whose lengths
@@ -150,18 +136,15 @@ def check_num_processes(read: Iterable[int], dp: int) -> None:
     Args:
         read: the values that ``accelerator.num_processes`` has returned so far.
         dp: the number of scheduler steps per optimizer step.
+        warns: whether to warn instead, of an Accelerator that does not record who reads its number of processes.
 
     Raises:
         PlanError: if a value differs from ``dp``; the message gives both.
     """
     if wrong := [count for count in read if count != dp]:
-        raise PlanError(f"accelerator.num_processes was read before prepare and was {_too_long(wrong[0], dp)}")
-
-
-def warn_of_schedules(accelerator: Accelerator, dp: int) -> None:
-    """Warn if an Accelerator that does not record who reads its number of processes counts other ranks than dp."""
-    if (count := int(accelerator.num_processes)) != dp:
-        logger.warning("before prepare, accelerator.num_processes is %s", _too_long(count, dp))
+        if not warns:
+            raise PlanError(f"accelerator.num_processes was read before prepare and was {_too_long(wrong[0], dp)}")
+        logger.warning("before prepare, accelerator.num_processes is %s", _too_long(wrong[0], dp))
 
 
 def _too_long(count: int, dp: int) -> str:

@@ -30,7 +30,13 @@ def folder_to_save(accelerator: Accelerator, output_dir: str | os.PathLike[str] 
         ValueError: if there is no name, or the automatic one is taken.
         CheckpointError: if every node is to save for itself.
     """
-    _check_nodes(accelerator)
+    is_by_node = accelerator.project_configuration.save_on_each_node
+    if is_by_node and texts_of_all(str(accelerator.local_process_index)).count("0") > 1:
+        raise CheckpointError(
+            "ProjectConfiguration.save_on_each_node=True is not available on several nodes: a checkpoint is one "
+            "folder, which all ranks write together. Leave save_on_each_node out, and save to a folder that all nodes "
+            "share"
+        )
     if not accelerator.project_configuration.automatic_checkpoint_naming:
         if output_dir is None:
             raise ValueError("save_state needs output_dir=, since automatic checkpoint naming is disabled")
@@ -106,14 +112,3 @@ def _is_whole(folder: Path) -> bool:
         return not Seal.read(folder).problems(folder)
     except CheckpointError:
         return not (folder / SEAL).exists()  # accelerate's own has no seal
-
-
-def _check_nodes(accelerator: Accelerator) -> None:
-    if not accelerator.project_configuration.save_on_each_node:
-        return
-    if texts_of_all(str(accelerator.local_process_index)).count("0") > 1:
-        raise CheckpointError(
-            "ProjectConfiguration.save_on_each_node=True is not available on several nodes: a checkpoint is one "
-            "folder, which all ranks write together. Leave save_on_each_node out, and save to a folder that all nodes "
-            "share"
-        )

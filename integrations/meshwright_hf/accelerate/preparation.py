@@ -40,7 +40,6 @@ from meshwright_hf.accelerate.checks import (
     check_not_prepared,
     check_num_processes,
     check_settings,
-    warn_of_schedules,
 )
 from meshwright_hf.accelerate.planned_loader import PlannedLoader, check_loader
 from meshwright_hf.accelerate.state import planned_models
@@ -175,10 +174,10 @@ def _distribute(accelerator: Accelerator, given: _Objects, config: ToDistributed
     if plan is None:
         plan = _pick_plan(accelerator, model, given.optimizer, loaders, config)
     check_settings(accelerator, plan)
-    if given.schedulers and isinstance(accelerator, PlannedAccelerator):
-        check_num_processes(accelerator.told_processes, plan.dp)
-    elif given.schedulers:
-        warn_of_schedules(accelerator, plan.dp)
+    if given.schedulers:
+        is_told = isinstance(accelerator, PlannedAccelerator)
+        read = accelerator.told_processes if is_told else {int(accelerator.num_processes)}
+        check_num_processes(read, plan.dp, warns=not is_told)
     for loader in loaders:
         check_loader(loader, plan.dp, config.loader, is_global=accelerator.split_batches)
     if runtime is None and accelerator.device_placement and not any(p.is_meta for p in model.parameters()):

@@ -64,16 +64,12 @@ def give_weights(all_models: list[nn.Module], models: list[nn.Module], directory
         mw.load_weights(model, stock if is_stock else _folder(all_models, model, directory))
 
 
-def check_parts(accelerator: Accelerator, folder: Path) -> bool:
-    """Check that a folder can be loaded, before anything is changed; return whether accelerate's own class saved it.
+def is_stock_checkpoint(accelerator: Accelerator, folder: Path) -> bool:
+    """Return whether accelerate's own class saved a folder, once it is known that it can be loaded; changes nothing.
 
     Raises:
         CheckpointError: if a part is missing, or the schedules of a stock checkpoint count other batches.
     """
-    return succeed_together(lambda: _check_parts(accelerator, folder))
-
-
-def _check_parts(accelerator: Accelerator, folder: Path) -> bool:
     is_stock = not (folder / PROGRESS).exists() and not (folder / SEAL).exists()
     if not is_stock and not (folder / SEAL).exists():
         raise CheckpointError(
@@ -95,34 +91,24 @@ def _check_parts(accelerator: Accelerator, folder: Path) -> bool:
         with safe_globals():
             check_state_of("scheduler", read_pickle(path), getattr(scheduler, "scheduler", scheduler), str(path))
     if is_stock:
-        _check_stock(accelerator, folder)
-    _check_random_state(folder / f"random_states_{accelerator.process_index}.pkl")
-    return is_stock
-
-
-def _check_random_state(path: Path) -> None:
-    """Check the random states that accelerate is about to restore, unchecked."""
-    if path.is_file():
+        planned, processes = planned_models(accelerator), len(list(folder.glob("random_states_*.pkl")))
+        if len(planned) != len(accelerator._models):
+            raise CheckpointError(
+                f"{folder} was saved by accelerate's own class; to load it, give a plan to every model"
+            )
+        dp = runtime_of(planned[-1]).mesh.dp.size
+        if accelerator._schedulers and processes != dp:
+            raise CheckpointError(
+                f"{folder} was saved by accelerate's own class on {processes} process(es), where schedules count a "
+                f"batch of each process, but this plan has dp={dp}; load it under a plan with dp={processes}, save it "
+                "there, and go on from that under any plan"
+            )
+    path = folder / f"random_states_{accelerator.process_index}.pkl"
+    if path.is_file():  # accelerate restores them unchecked
         with safe_globals():
-            state = read_pickle(path)
-        require(state, table(anything), path)
-        check_states_of_others(
-            state.get("random_state"), state.get("numpy_random_seed"), state.get("torch_manual_seed"), str(path)
-        )
-
-
-def _check_stock(accelerator: Accelerator, folder: Path) -> None:
-    """Raise if a checkpoint of accelerate's own class numbers models or counts steps of schedules differently."""
-    if len(planned_models(accelerator)) != len(accelerator._models):
-        raise CheckpointError(f"{folder} was saved by accelerate's own class; to load it, give a plan to every model")
-    processes = len(list(folder.glob("random_states_*.pkl")))
-    dp = runtime_of(planned_models(accelerator)[-1]).mesh.dp.size
-    if accelerator._schedulers and processes != dp:
-        raise CheckpointError(
-            f"{folder} was saved by accelerate's own class on {processes} process(es), where schedules count a batch "
-            f"of each process, but this plan has dp={dp}; load it under a plan with dp={processes}, save it there, and "
-            "go on from that under any plan"
-        )
+            found = read_pickle(path)
+        check_states_of_others(found, ("random_state", "numpy_random_seed", "torch_manual_seed"), path)
+    return is_stock
 
 
 def load_stock_optimizers(accelerator: Accelerator, folder: Path) -> None:

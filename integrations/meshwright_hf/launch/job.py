@@ -99,7 +99,14 @@ class Launch:
             raise PlanError(f"--resume {self.resume}: there is no such folder; name a checkpoint of the Trainer")
         if self.max_restarts < 0:
             raise PlanError(f"--max-restarts {self.max_restarts} must not be negative")
-        self._check_machines()
+        given = f"--num_machines {self.min_machines}:{self.num_machines}"
+        if self.min_machines is not None and not 1 <= self.min_machines <= self.num_machines:
+            raise PlanError(f"{given} must be MIN:MAX with 1 <= MIN <= MAX")
+        if self.min_machines is not None and self.min_machines < self.num_machines and not self.max_restarts:
+            raise PlanError(
+                f"{given} lets the job go on with fewer machines after a restart, but there are no restarts; add "
+                "--max-restarts 3, or write one number of machines"
+            )
         if self.num_processes % self.num_machines:
             raise PlanError(
                 f"--num_processes {self.num_processes} cannot be spread evenly over --num_machines "
@@ -132,18 +139,6 @@ class Launch:
         if not self.module and not Path(self.script).is_file():
             hint = "; modules are started with -m" if not self.script.endswith(".py") else ""
             raise PlanError(f"there is no script {self.script}{hint}")
-
-    def _check_machines(self) -> None:
-        if self.min_machines is None:
-            return
-        given = f"--num_machines {self.min_machines}:{self.num_machines}"
-        if not 1 <= self.min_machines <= self.num_machines:
-            raise PlanError(f"{given} must be MIN:MAX with 1 <= MIN <= MAX")
-        if self.min_machines < self.num_machines and not self.max_restarts:
-            raise PlanError(
-                f"{given} lets the job go on with fewer machines after a restart, but there are no restarts; add "
-                "--max-restarts 3, or write one number of machines"
-            )
 
     @property
     def may_shrink(self) -> bool:

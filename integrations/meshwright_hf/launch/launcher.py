@@ -68,27 +68,18 @@ def run(job: Launch) -> Ended:
             f"{job.local_processes} processes on this machine need as many GPUs, but it has {_gpus()}; use fewer "
             "--num_processes, more --num_machines, or --cpu"
         )
-    if on_cpu:
-        _check_cores(job)
-    job = _with_address(job)
-    os.environ.update(_environment(job, on_cpu))
-    say(_in_words(job, on_cpu))
-    return _run(job, accelerate_arguments(job, on_cpu=on_cpu))
-
-
-def _check_cores(job: Launch) -> None:
-    """Raise if there are so many processes that the machine would stop responding.
-
-    A few per core are only slow: trying a plan of four processes on two cores is what the README's commands do.
-    """
     cores = core_count()
-    most = max(TRIED_ON_CPU, 2 * cores)
-    if job.local_processes > most and not job.oversubscribe:
+    most = max(TRIED_ON_CPU, 2 * cores)  # a few per core are only slow, more would stop the machine from responding
+    if on_cpu and job.local_processes > most and not job.oversubscribe:
         raise PlanError(
             f"{job.local_processes} processes on this machine, which has {cores} CPU cores: each would get "
             f"{cores / job.local_processes:.1%} of a core, and memory for a model of its own. Start at most {most} "
             "here, with smaller sizes of the plan or more --num_machines; or add --oversubscribe to start them anyway"
         )
+    job = _with_address(job)
+    os.environ.update(_environment(job, on_cpu))
+    say(_in_words(job, on_cpu))
+    return _run(job, accelerate_arguments(job, on_cpu=on_cpu))
 
 
 def accelerate_arguments(job: Launch, *, on_cpu: bool) -> list[str]:

@@ -41,12 +41,12 @@ from meshwright_hf.trainer.state import (
     STATE,
     STOCK_OPTIMIZER,
     TrainerProgress,
-    check_random_state_of,
     encoded_draws,
     load_random_state_of_first,
     load_weights,
     place_in_epoch,
     random_files,
+    read_random,
     save_weights,
 )
 
@@ -220,7 +220,9 @@ class CheckpointMixin(StockTrainer):
         runtime, progress = self._runtime, succeed_together(lambda: TrainerProgress.read(checkpoint))
         is_same_mesh = progress is None or progress.mesh == _sizes(runtime)
         if is_same_mesh and len(random_files(checkpoint)) == self.args.world_size:
-            succeed_together(lambda: check_random_state_of(checkpoint, self.args.process_index))
+            own = Path(checkpoint, f"rng_state_{self.args.process_index}.pth")
+            own = own if own.is_file() else own.with_name("rng_state.pth")
+            succeed_together(lambda: own.is_file() and read_random(own))
             super()._load_rng_state(checkpoint)  # type: ignore[misc]
         else:
             succeed_together(lambda: load_random_state_of_first(checkpoint, self.args.device))
@@ -236,22 +238,18 @@ class CheckpointMixin(StockTrainer):
         if self.args.ignore_data_skip:
             return epoch, steps
         if progress is None:
-            self._check_stock_batch(checkpoint)
+            rows = (self.state.train_batch_size or 0) * len(random_files(checkpoint))
+            if rows != self._global_batch():
+                raise CheckpointError(
+                    f"{checkpoint} of the stock Trainer was saved with batches of {rows} rows on all processes, but "
+                    f"this run has batches of {self._global_batch()}, so it would go on at another place in the data; "
+                    "set per_device_train_batch_size so that it has as many, or ignore_data_skip=True"
+                )
         elif progress.loader is not None and progress.global_batch != self._global_batch():
             return place_in_epoch(
                 progress.loader, batch=self._global_batch(), accumulation=self.args.gradient_accumulation_steps
             )
         return epoch, steps
-
-    def _check_stock_batch(self, checkpoint: str) -> None:
-        """Raise if a checkpoint of the stock Trainer counts batches of another size, since it holds only the count."""
-        rows = (self.state.train_batch_size or 0) * len(random_files(checkpoint))
-        if rows != self._global_batch():
-            raise CheckpointError(
-                f"{checkpoint} of the stock Trainer was saved with batches of {rows} rows on all processes, but this "
-                f"run has batches of {self._global_batch()}, so it would go on at another place in the data; set "
-                "per_device_train_batch_size so that it has as many, or ignore_data_skip=True"
-            )
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         skipped, checkpoint = kwargs["steps_trained_in_current_epoch"], kwargs["resume_from_checkpoint"]

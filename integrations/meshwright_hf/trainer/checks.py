@@ -17,7 +17,6 @@ from transformers.trainer_callback import CallbackHandler
 
 from meshwright.compiling import without_compilation
 from meshwright.distribute.attach_optimizer import plan_to_complete
-from meshwright.distribute.check_arguments import check_device_map
 from meshwright.distribute.check_quantised import is_packed, is_quantised, method_of
 from meshwright.errors import PlanError
 from meshwright.mesh.process_group import world_size
@@ -87,27 +86,26 @@ def check_arguments(args: TrainingArguments) -> None:
         raise PlanError(reason)
 
 
-def why_no_optimizer(name: str) -> str | None:
-    """Return why no plan of several ranks runs an optimizer of the Trainer's names, and the cure; None if one does."""
-    of_device = {"adamw_torch_xla": "XLA devices", "adamw_torch_npu_fused": "NPUs"}
-    if name in of_device:
-        return (
-            f"TrainingArguments.optim={name!r} steps on {of_device[name]} alone, but plans run on CPU and CUDA; use "
-            "optim='adamw_torch_fused', which has the same formula"
-        )
-    if name in ("lomo", "adalomo"):
-        return (
-            f"TrainingArguments.optim={name!r} steps inside of backward, before gradients are averaged over the ranks; "
-            "use optim='adafactor' or 'adamw_8bit', whose states are small too, with ParallelPlan(zero_stage=2), which "
-            "shards gradients"
-        )
-    return None
+_INSIDE_BACKWARD = (
+    "steps inside of backward, before gradients are averaged over the ranks; use optim='adafactor' or 'adamw_8bit', "
+    "whose states are small too, with ParallelPlan(zero_stage=2), which shards gradients"
+)
+_ON_ONE_DEVICE = (
+    "steps on {} alone, but plans run on CPU and CUDA; use optim='adamw_torch_fused', which has the same formula"
+)
+REFUSED_OPTIMIZERS = {
+    "adamw_torch_xla": _ON_ONE_DEVICE.format("XLA devices"),
+    "adamw_torch_npu_fused": _ON_ONE_DEVICE.format("NPUs"),
+    "lomo": _INSIDE_BACKWARD,
+    "adalomo": _INSIDE_BACKWARD,
+}  # a name of the Trainer's -> why no plan of several ranks runs it, and the cure
 
 
 def _refusals(args: TrainingArguments) -> Iterator[str]:
     world = world_size()
-    if world > 1 and (why := why_no_optimizer(str(getattr(args.optim, "value", args.optim)))) is not None:
-        yield why
+    name = str(getattr(args.optim, "value", args.optim))
+    if world > 1 and name in REFUSED_OPTIMIZERS:
+        yield f"TrainingArguments.optim={name!r} {REFUSED_OPTIMIZERS[name]}"
     if getattr(args, "fsdp", None):
         yield (
             f"TrainingArguments.fsdp={args.fsdp!r} shards the model, and so does the plan; leave fsdp out and set "
@@ -145,7 +143,18 @@ def _refusals(args: TrainingArguments) -> Iterator[str]:
             "TrainingArguments.save_on_each_node=True is not available: only rank 0 has the whole weights, and writes "
             "them; leave it out, and set output_dir to a directory that all nodes see"
         )
-    yield from _refusals_of_loaders(args.accelerator_config)
+    if getattr(args.accelerator_config, "split_batches", False):
+        yield (
+            "TrainingArguments.accelerator_config has split_batches=True, by which per_device_train_batch_size would "
+            "be the rows of all ranks, but under a plan it is the rows of each data-parallel rank; leave split_batches "
+            "out and divide: per_device_train_batch_size=ROWS // dp"
+        )
+    if getattr(args.accelerator_config, "dispatch_batches", None):
+        yield (
+            "TrainingArguments.accelerator_config has dispatch_batches=True, by which rank 0 would read for all ranks, "
+            "but under a plan each rank reads its own rows; leave dispatch_batches out. To read once for the ranks "
+            "that need the same rows, pass ToDistributedConfig(loader=LoaderOptions(source='leader'))"
+        )
     if args.n_gpu > 1:
         yield (
             f"one process sees {args.n_gpu} GPUs, on which the Trainer would use torch's DataParallel; launch one "
@@ -155,22 +164,6 @@ def _refusals(args: TrainingArguments) -> Iterator[str]:
         yield (
             f"{world} processes were launched, but TrainingArguments knows of {args.world_size}; on CPU set "
             "TrainingArguments(use_cpu=True)"
-        )
-
-
-def _refusals_of_loaders(config: object) -> Iterator[str]:
-    """Yield an error message for each setting of ``accelerator_config`` that reads batches differently than a plan."""
-    if getattr(config, "split_batches", False):
-        yield (
-            "TrainingArguments.accelerator_config has split_batches=True, by which per_device_train_batch_size would "
-            "be the rows of all ranks, but under a plan it is the rows of each data-parallel rank; leave split_batches "
-            "out and divide: per_device_train_batch_size=ROWS // dp"
-        )
-    if getattr(config, "dispatch_batches", None):
-        yield (
-            "TrainingArguments.accelerator_config has dispatch_batches=True, by which rank 0 would read for all ranks, "
-            "but under a plan each rank reads its own rows; leave dispatch_batches out. To read once for the ranks "
-            "that need the same rows, pass ToDistributedConfig(loader=LoaderOptions(source='leader'))"
         )
 
 
@@ -187,26 +180,16 @@ def check_trainer(trainer: StockTrainer) -> None:
                 f"the launcher's config turns {name} on, which shards the model, and so does the plan; launch without "
                 f"it and set ParallelPlan(zero_stage=...), or use {instead}transformers.Trainer"
             )
-    check_model(trainer.model)
-
-
-def check_model(model: nn.Module) -> None:
-    """Raise if a model is already spread over devices, quantised, or wrapped by torch.compile.
-
-    Raises:
-        PlanError: if the model is; the message names the setting.
-    """
-    if without_compilation(model) is not model:
+    if without_compilation(trainer.model) is not trainer.model:
         raise PlanError(
             "the model is the wrapper of torch.compile(model). The Trainer chooses the columns of a batch by the names "
             "of forward's arguments, and the wrapper hides them; pass the plain model, and set TrainingArguments("
             "torch_compile=True)"
         )
-    check_device_map(model)
-    if is_quantised(model) and not is_packed(model):
+    if is_quantised(trainer.model) and not is_packed(trainer.model):
         raise PlanError(
-            f"the model is quantised ({method_of(model)}), and weights of this kind cannot be sharded; load it with "
-            "BitsAndBytesConfig, or without quantization_config"
+            f"the model is quantised ({method_of(trainer.model)}), and weights of this kind cannot be sharded; load it "
+            "with BitsAndBytesConfig, or without quantization_config"
         )
 
 

@@ -64,25 +64,20 @@ class EvaluationLoss:
         elif bool((weights < 0).any()):
             # A rank whose only row is a copy that does not count has weight 0.
             weights = (rows > 0).to(losses) if evaluated_rows() is not None else torch.ones_like(losses)
-            self._warn_of_uneven(losses, rows, labels)
+            ranks = torch.stack([rows, labels], dim=1)
+            is_even = bool((ranks == ranks[0]).all()) or bool((losses == losses[0]).all())
+            if not is_even and not self._has_warned and self._speaks:
+                logger.warning(
+                    "%s computes its own loss, and in an evaluation the data-parallel ranks had %s. The evaluation "
+                    "averages the ranks' means, so a row or label on a rank with fewer of them has a larger weight "
+                    "than on one device. For the mean over the global batch, return meshwright.global_mean(model, "
+                    "loss, count) from compute_loss, where this rank's loss is a mean over count items, for example "
+                    "(labels != -100).sum()",
+                    type(self.trainer).__name__, said_of_ranks(ranks.tolist()),
+                )  # fmt: skip
+            self._has_warned |= not is_even
         total = (losses.where(weights > 0, 0) * weights).sum()
         return (total / weights.sum().clamp(min=1)).to(loss.dtype)
-
-    def _warn_of_uneven(self, losses: Tensor, rows: Tensor, labels: Tensor) -> None:
-        ranks = torch.stack([rows, labels], dim=1)
-        if self._has_warned or bool((ranks == ranks[0]).all()) or bool((losses == losses[0]).all()):
-            return
-        self._has_warned = True
-        if self._speaks:
-            logger.warning(
-                "%s computes its own loss, and in an evaluation the data-parallel ranks had %s. The evaluation "
-                "averages the ranks' means, so a row or label on a rank with fewer of them has a larger weight than "
-                "on one device. For the mean over the global batch, return meshwright.global_mean(model, loss, count) "
-                "from compute_loss, where this rank's loss is a mean over count items, for example "
-                "(labels != -100).sum()",
-                type(self.trainer).__name__,
-                said_of_ranks(ranks.tolist()),
-            )
 
 
 def _smoothed_over(trainer: StockTrainer, inputs: Mapping[str, Any]) -> Tensor | None:

@@ -139,23 +139,15 @@ _STATE = {
 }
 
 
-def check_random_state_of(folder: str | Path, rank: int) -> None:
-    """Check the random states that transformers is about to restore on a rank, unchecked.
+def read_random(path: Path) -> dict[str, Any]:
+    """Read the random states of a rank, and check them, since transformers restores them unchecked.
 
     Raises:
         CheckpointError: if they are damaged.
     """
-    path = Path(folder, f"rng_state_{rank}.pth")
-    path = path if path.is_file() else path.with_name("rng_state.pth")
-    if path.is_file():
-        _read_random(path)
-
-
-def _read_random(path: Path) -> dict[str, Any]:
     with safe_globals():
         state = read_pickle(path)
-    require(state, table(anything), path)
-    check_states_of_others(state.get("python"), state.get("numpy"), state.get("cpu"), str(path))
+    check_states_of_others(state, ("python", "numpy", "cpu"), path)
     return dict(state)
 
 
@@ -167,7 +159,7 @@ def load_random_state_of_first(folder: str | Path, device: torch.device) -> None
     """
     path = Path(folder, "rng_state.pth")
     path = path if path.exists() else path.with_name("rng_state_0.pth")
-    state = _read_random(path)
+    state = read_random(path)
     try:
         random.setstate(state["python"])
         np.random.set_state(state["numpy"])

@@ -93,7 +93,11 @@ class InitialWeights:
         for name, parameter in model.named_parameters():
             recipe = recipe_of(parameter)
             if parameter.is_meta and recipe is not None and id(parameter) not in weights.names:
-                _check_current(name, parameter, recipe)
+                if not recipe.is_current(parameter):
+                    raise PlanError(
+                        f"{name} was changed after meshwright.deferred_init() ended, but has no values to change yet. "
+                        "Move the change into the block"
+                    )
                 weights.recipes[id(parameter)] = recipe
         if lacking := weights._lacking(model):
             are_drawn = any(isinstance(x, nn.Parameter) for x in lacking.values())
@@ -265,14 +269,6 @@ class InitialWeights:
 def is_waiting(model: nn.Module) -> bool:
     """Return whether :meth:`InitialWeights.defer` left parameters of a model to be read from a checkpoint."""
     return any(_SOURCE in vars(parameter) for parameter in model.parameters())
-
-
-def _check_current(name: str, parameter: Tensor, recipe: Recipe) -> None:
-    if not recipe.is_current(parameter):
-        raise PlanError(
-            f"{name} was changed after meshwright.deferred_init() ended, but has no values to change yet. "
-            "Move the change into the block"
-        )
 
 
 def _digest(tapes: list[Tape]) -> str:

@@ -31,7 +31,16 @@ def build_twin(model: nn.Module, *, draws: bool) -> nn.Module:
     """
     if _is_built_from_config(model):
         twin = _from_config(model, draws)
-        _check_same_form(model, twin)
+        ours = {name: tuple(matrix_shape(p)) for name, p in model.named_parameters(remove_duplicate=False)}
+        built = {name: tuple(p.shape) for name, p in twin.named_parameters(remove_duplicate=False)}
+        if differing := sorted(name for name in ours.keys() | built.keys() if ours.get(name) != built.get(name)):
+            shown = "\n  ".join(
+                f"{n}: {ours.get(n)} in the model, {built.get(n)} from its config" for n in differing[:20]
+            )
+            raise PlanError(
+                f"{type(model).__name__} is on the meta device, but its config builds another model: {len(differing)} "
+                f"parameter(s) differ:\n  {shown}\nBuild and change it under meshwright.deferred_init() instead"
+            )
         return twin
     return _reset_copy(model, draws)
 
@@ -59,17 +68,6 @@ def _from_config(model: nn.Module, draws: bool) -> nn.Module:
             return made
     finally:
         torch.set_default_dtype(previous)
-
-
-def _check_same_form(model: nn.Module, twin: nn.Module) -> None:
-    ours = {name: tuple(matrix_shape(p)) for name, p in model.named_parameters(remove_duplicate=False)}
-    built = {name: tuple(p.shape) for name, p in twin.named_parameters(remove_duplicate=False)}
-    if differing := sorted(name for name in ours.keys() | built.keys() if ours.get(name) != built.get(name)):
-        shown = "\n  ".join(f"{n}: {ours.get(n)} in the model, {built.get(n)} from its config" for n in differing[:20])
-        raise PlanError(
-            f"{type(model).__name__} is on the meta device, but its config builds another model: {len(differing)} "
-            f"parameter(s) differ:\n  {shown}\nBuild and change it under meshwright.deferred_init() instead"
-        )
 
 
 def _reset_copy(model: nn.Module, draws: bool) -> nn.Module:

@@ -10,7 +10,7 @@ from torch import Tensor
 from meshwright.context.attend import AttentionCall
 from meshwright.context.attention import stock_attention
 from meshwright.context.block_masks import is_flex
-from meshwright.context.flash_package import PackageKernel, takes_sinks
+from meshwright.context.flash_package import functions_for_blocks, takes_sinks
 from meshwright.context.key_exchange import RingKeys
 from meshwright.context.masks import ContextMask
 from meshwright.context.record import ContextRecord
@@ -49,37 +49,38 @@ def check_method(record: ContextRecord, plan: ParallelPlan) -> None:
             continue
         name = type(site.module).__name__
         stock, implementation = stock_attention(site.module)
+        heads, key_heads = site.heads // plan.tp, max(1, site.key_heads // plan.tp)
+        if exchange_size > 1 and not can_exchange(heads, key_heads, exchange_size):
+            raise PlanError(
+                f"ParallelPlan.context={plan.context!r} gives each of {exchange_size} ranks its share of {heads} query "
+                f"and {key_heads} key heads (those of one rank of tp={plan.tp}), which cannot be divided so. Use "
+                "context='gather' or 'ring', or another cp"
+            )
         if is_flash(stock):
-            _check_package(site, name, implementation, plan, exchange_size)
-            continue
-        if is_flex(stock):
-            _check_flex(site, name, plan, exchange_size)
-            continue
-        if implementation not in _DELEGATED:
+            _check_package(site, name, implementation, plan)
+        elif is_flex(stock):
+            _check_flex(site, name, plan)
+        elif implementation not in _DELEGATED:
             raise PlanError(
                 f"{name} has attn_implementation={implementation!r}, which takes no mask of a block of queries; under "
                 "ParallelPlan.cp > 1 load the model with attn_implementation='sdpa', 'flash_attention_2', "
                 "'flex_attention' or 'eager'"
             )
-        if any("dropout" in key and value for key, value in site.options.items()) and ring_size > 1:
+        elif any("dropout" in key and value for key, value in site.options.items()) and ring_size > 1:
             raise PlanError(
                 f"{name} drops attention probabilities (dropout={site.options.get('dropout')}), and "
                 f"ParallelPlan.context={plan.context!r} computes them again in backward with other draws. Use "
                 "context='gather' or 'ulysses', or set the config's attention_dropout to 0"
             )
-        if exchange_size > 1:
-            _check_heads(site, plan, exchange_size)
-            _check_some_heads(site, name, plan)
-        if ring_size > 1:
-            _check_ring(site, name, plan)
+        else:
+            _try(site, name, plan, exchanges=exchange_size > 1, is_ring=ring_size > 1)
 
 
-def _check_package(site: AttentionSite, name: str, implementation: str, plan: ParallelPlan, exchange_size: int) -> None:
+def _check_package(site: AttentionSite, name: str, implementation: str, plan: ParallelPlan) -> None:
     """Check an attention that a flash attention package computes."""
     options = site.options
     flash_function(implementation)
-    unknown = _unknown(options)
-    if unknown:
+    if unknown := _unknown(options):
         raise PlanError(
             f"{name} gives its attention function {unknown[0]!r}, which flash attention packages leave out. Load the "
             "model with attn_implementation='sdpa' (or 'eager')"
@@ -91,10 +92,8 @@ def _check_package(site: AttentionSite, name: str, implementation: str, plan: Pa
         )
     if not options.get("is_causal", getattr(site.module, "is_causal", True)):
         raise PlanError(f"{name} is not causal. Under ParallelPlan.cp > 1 load it with attn_implementation='sdpa'")
-    if exchange_size > 1:
-        _check_heads(site, plan, exchange_size)
     if plan.context != "ulysses":
-        PackageKernel(implementation).check()
+        functions_for_blocks(implementation)
         if options.get("dropout"):
             raise PlanError(
                 f"{name} drops attention probabilities (dropout={options['dropout']}), which the kernels for blocks of "
@@ -103,7 +102,7 @@ def _check_package(site: AttentionSite, name: str, implementation: str, plan: Pa
             )
 
 
-def _check_flex(site: AttentionSite, name: str, plan: ParallelPlan, exchange_size: int) -> None:
+def _check_flex(site: AttentionSite, name: str, plan: ParallelPlan) -> None:
     """Check an attention that FlexAttention computes, of which a ring merges no results of blocks."""
     if plan.context not in ("gather", "ulysses"):
         raise PlanError(
@@ -111,14 +110,11 @@ def _check_flex(site: AttentionSite, name: str, plan: ParallelPlan, exchange_siz
             f"ParallelPlan.context={plan.context!r} does not run block by block and merge. Use context='gather' or "
             "'ulysses', or load the model with attn_implementation='sdpa', whose blocks run in flash kernels"
         )
-    unknown = _unknown(site.options)
-    if unknown:
+    if unknown := _unknown(site.options):
         raise PlanError(
             f"{name} gives FlexAttention {unknown[0]!r}, which ParallelPlan.cp > 1 cannot cut into the parts of the "
             "ranks. Load the model with attn_implementation='sdpa' (or 'eager')"
         )
-    if exchange_size > 1:
-        _check_heads(site, plan, exchange_size)
 
 
 def _unknown(options: dict[str, Any]) -> list[str]:
@@ -126,51 +122,44 @@ def _unknown(options: dict[str, Any]) -> list[str]:
     return [name for name, value in options.items() if isinstance(value, Tensor) and name not in _KNOWN]
 
 
-def _check_heads(site: AttentionSite, plan: ParallelPlan, ranks: int) -> None:
-    heads, key_heads = site.heads // plan.tp, max(1, site.key_heads // plan.tp)
-    if not can_exchange(heads, key_heads, ranks):
-        raise PlanError(
-            f"ParallelPlan.context={plan.context!r} gives each of {ranks} ranks its share of {heads} query and "
-            f"{key_heads} key heads (those of one rank of tp={plan.tp}), which cannot be divided so. Use "
-            "context='gather' or 'ring', or another cp"
-        )
+def _try(site: AttentionSite, name: str, plan: ParallelPlan, *, exchanges: bool, is_ring: bool) -> None:
+    """Run the model's attention function on random values of a few tokens, and compare what a rank would compute.
 
-
-def _check_some_heads(site: AttentionSite, name: str, plan: ParallelPlan) -> None:
-    """Check that the attention of a head does not depend on the other heads, or on the number of heads."""
+    Where ranks exchange heads, a head must not depend on the other heads, or on the number of heads. A ring computes a
+    formula of its own.
+    """
+    if not (exchanges or is_ring):
+        return
     call, q, k, v = _example(site)
-    groups = site.heads // site.key_heads
-    whole = call.run(q, k, v, _mask(call))
-    options: dict[str, Any] = {
-        key: x[:groups] if isinstance(x, Tensor) and x.ndim == 1 else x for key, x in call.options.items()
-    }
-    options |= {key: x[..., :groups, :, :] for key, x in options.items() if key in site.kind.biases}
-    try:
-        one = call.run(q[:, :groups], k[:, :1], v[:, :1], _mask(call), **options)
-        equal = torch.allclose(one, whole[:, :, :groups], atol=_TOLERANCE, rtol=_TOLERANCE)
-    except RuntimeError:
-        equal = False
-    if not equal:
-        raise PlanError(
-            f"{name} reads values of all heads in its attention function, and ParallelPlan.context={plan.context!r} "
-            "gives each rank some heads. Use context='gather'"
-        )
-
-
-def _check_ring(site: AttentionSite, name: str, plan: ParallelPlan) -> None:
-    """Compare the ring's formula with the attention function of the model."""
-    call, q, k, v = _example(site)
-    trained = [torch.randn(x.shape, dtype=q.dtype, device="cpu") for x in call.trained]
-    given = call.options.get("s_aux")
-    sinks = next((x for x, own in zip(trained, call.trained, strict=True) if own is given), None)
-    whole = call.run_with(trained, q, k, v, _mask(call))
-    ring = RingCall.of(call, RingKeys(Axis("cp"), ((TokenRun(0, _LENGTH),),)), width=q.shape[-1])
-    own = ring_attention(ring, q, k, v, sinks)
-    if _unknown(call.options) or not torch.allclose(own, whole, atol=_TOLERANCE, rtol=_TOLERANCE):
-        raise PlanError(
-            f"{name} computes another attention than softmax(scale q k) v with a soft cap or sinks, which is what "
-            f"ParallelPlan.context={plan.context!r} computes. Use context='gather' or 'ulysses'"
-        )
+    if exchanges:
+        groups = site.heads // site.key_heads
+        own = call.run(q, k, v, _mask(call))[:, :, :groups]
+        options: dict[str, Any] = {
+            key: x[:groups] if isinstance(x, Tensor) and x.ndim == 1 else x for key, x in call.options.items()
+        }
+        options |= {key: x[..., :groups, :, :] for key, x in options.items() if key in site.kind.biases}
+        try:
+            one = call.run(q[:, :groups], k[:, :1], v[:, :1], _mask(call), **options)
+            is_equal = torch.allclose(one, own, atol=_TOLERANCE, rtol=_TOLERANCE)
+        except RuntimeError:
+            is_equal = False
+        if not is_equal:
+            raise PlanError(
+                f"{name} reads values of all heads in its attention function, and ParallelPlan.context="
+                f"{plan.context!r} gives each rank some heads. Use context='gather'"
+            )
+    if is_ring:
+        trained = [torch.randn(x.shape, dtype=q.dtype, device="cpu") for x in call.trained]
+        whole = call.run_with(trained, q, k, v, _mask(call))
+        given = call.options.get("s_aux")
+        sinks = next((x for x, own in zip(trained, call.trained, strict=True) if own is given), None)
+        ring = RingCall.of(call, RingKeys(Axis("cp"), ((TokenRun(0, _LENGTH),),)), width=q.shape[-1])
+        found = ring_attention(ring, q, k, v, sinks)
+        if _unknown(call.options) or not torch.allclose(found, whole, atol=_TOLERANCE, rtol=_TOLERANCE):
+            raise PlanError(
+                f"{name} computes another attention than softmax(scale q k) v with a soft cap or sinks, which is what "
+                f"ParallelPlan.context={plan.context!r} computes. Use context='gather' or 'ulysses'"
+            )
 
 
 def _example(site: AttentionSite) -> tuple[AttentionCall, Tensor, Tensor, Tensor]:

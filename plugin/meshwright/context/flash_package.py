@@ -43,13 +43,9 @@ class PackageKernel:
 
     implementation: str
 
-    def check(self) -> None:
-        """Raise a PlanError if the package lacks the functions for blocks."""
-        _functions(self.implementation)
-
     def forward(self, call: FlashCall, block: CausalBlock, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return a block's result, and the logarithms of its sums; see :class:`FlashKernel`."""
-        forward, _ = _functions(self.implementation)
+        forward, _ = functions_for_blocks(self.implementation)
         width = q.shape[-1]
         given = dict(zip("qkv", map(_tokens_first, (q, k, v)), strict=True))
         output, sums, *_ = forward(**forward.bound(_settings(call, block) | given))
@@ -59,7 +55,7 @@ class PackageKernel:
         self, call: FlashCall, block: CausalBlock, g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of a block; see :class:`FlashKernel`."""
-        _, backward = _functions(self.implementation)
+        _, backward = functions_for_blocks(self.implementation)
         width = q.shape[-1]
         names = ("dout", "q", "k", "v", "out")
         given = dict(zip(names, map(_tokens_first, (g, q, k, v, out)), strict=True))
@@ -120,7 +116,12 @@ class _Function:
 _BOUNDARY = {"q", "k", "v", "softmax_scale", "causal"}
 
 
-def _functions(implementation: str) -> tuple[_Function, _Function]:
+def functions_for_blocks(implementation: str) -> tuple[_Function, _Function]:
+    """Return a package's functions for blocks, forward and backward.
+
+    Raises:
+        PlanError: if the package lacks them.
+    """
     return _beside(flash_function(implementation), implementation)
 
 

@@ -67,7 +67,13 @@ def record_context(decoder: Decoder) -> ContextRecord:
     mixers = mixers_of(model, decoder)
     sites = tuple(_site(one, other) for one, other in zip(first.calls, second.calls, strict=True))
     for site in sites:
-        _check_inside(site.module, names)
+        for module in site.module.modules():
+            own = [child for child in module.children() if is_projection(child)]
+            if module is not site.module and len(own) > 1 and not is_adapted(module):
+                raise PlanError(
+                    f"{names[module]} ({type(module).__name__}) has projections of its own inside of an attention. It "
+                    f"may choose which tokens attention sees, among those of one rank alone. Use {INSTEAD}"
+                )
     token_dims = {}
     for layer in layers:
         if layer not in first.given:
@@ -154,17 +160,6 @@ def _site(first: RecordedCall, second: RecordedCall) -> AttentionSite:
         )
     kind = AttentionKind(is_across=is_across, biases=frozenset() if is_across else frozenset(biases))
     return dataclasses.replace(first.site, kind=kind)
-
-
-def _check_inside(attention: nn.Module, names: dict[nn.Module, str]) -> None:
-    """Raise if an attention has a module with several projections inside, which may choose among one rank's tokens."""
-    for module in attention.modules():
-        own = [child for child in module.children() if is_projection(child)]
-        if module is not attention and len(own) > 1 and not is_adapted(module):
-            raise PlanError(
-                f"{names[module]} ({type(module).__name__}) has projections of its own inside of an attention. It may "
-                f"choose which tokens attention sees, among those of one rank alone. Use {INSTEAD}"
-            )
 
 
 def _reshapes(decoder: Decoder) -> bool:

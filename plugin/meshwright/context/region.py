@@ -104,12 +104,25 @@ class ContextRegion:
             if is_first:
                 self.length = self.last_length = hidden.shape[self.record.hidden_dim]
                 self.parts = self._parts_of(mask)
-                self._check_padding()
+                held = self.parts.axis.size * sum(run.size for run in self.parts.runs(self.length))
+                if held != self.length and not self.takes_padding:
+                    raise PlanError(
+                        f"the sequence has {self.length} tokens, and ParallelPlan.cp={self.parts.axis.size} pads it to "
+                        f"{held}; the scales of float8 layers would see the padding. Pad the batch to a multiple of "
+                        f"{2 * self.parts.axis.size}, without padding_free rows, or use cp=1"
+                    )
                 self._borders.begin()
             parts = self.parts
             if mask is not None:
                 mask.parts = parts
-            self._check_known(layer, args, kwargs)
+            known = self.record.arguments[layer]
+            for place, x in tensors_in((args, kwargs)):
+                if place not in known and place[-1] not in BORDERS and self.length in x.shape and not self._is_input(x):
+                    raise ValueError(
+                        f"a layer ({type(layer).__name__}) is given {place[-1]!r} of shape {tuple(x.shape)} in this "
+                        "call, but not in a call with input_ids and labels alone, so it is not known how to cut it for "
+                        "ParallelPlan.cp > 1. Leave the argument out, or use cp=1"
+                    )
         length = self.length
         dims, known = self.record.token_dims[layer], self.record.arguments[layer]
 
@@ -134,27 +147,8 @@ class ContextRegion:
             return layer is self._borders.first
         return hidden.shape[self.record.hidden_dim] == self.last_length if in_backward() else self.length == 0
 
-    def _check_known(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        known = self.record.arguments[layer]
-        for place, x in tensors_in((args, kwargs)):
-            if place not in known and place[-1] not in BORDERS and self.length in x.shape and not self._is_input(x):
-                raise ValueError(
-                    f"a layer ({type(layer).__name__}) is given {place[-1]!r} of shape {tuple(x.shape)} in this call, "
-                    "but not in a call with input_ids and labels alone, so it is not known how to cut it for "
-                    "ParallelPlan.cp > 1. Leave the argument out, or use cp=1"
-                )
-
     def _is_input(self, x: Tensor) -> bool:
         return any(x is given or _is_view_of_all(x, given) for given in self.inputs)
-
-    def _check_padding(self) -> None:
-        held = self.parts.axis.size * sum(run.size for run in self.parts.runs(self.length))
-        if held != self.length and not self.takes_padding:
-            raise PlanError(
-                f"the sequence has {self.length} tokens, and ParallelPlan.cp={self.parts.axis.size} pads it to {held}; "
-                "the scales of float8 layers would see the padding. Pad the batch to a multiple of "
-                f"{2 * self.parts.axis.size}, without padding_free rows, or use cp=1"
-            )
 
     def _parts_of(self, mask: ContextMask | None) -> SequenceParts:
         work = None if mask is None else mask.work()

@@ -18,11 +18,17 @@ from meshwright.parallel.batch.schema import PER_TOKEN
 logger = logging.getLogger(__name__)
 
 
-def check_sizes(own: str, dp: Axis, where: str) -> None:
-    """Raise on all ranks of the axis unless the inputs have the same dtypes and sizes on all of them.
+def check_dtensors(portion: Portion, own: str, dp: Axis, where: str) -> None:
+    """Raise on all ranks of the axis unless the inputs that become DTensors fit together.
+
+    Args:
+        portion: this rank's portion of the batch, of which these inputs are left.
+        own: their dtypes and sizes, as text.
+        dp: the axis over whose ranks the rows are sharded.
+        where: the step, as a text for the message.
 
     Raises:
-        ValueError: the inputs differ. The message lists each rank's dtypes and sizes.
+        ValueError: the inputs have different dtypes or sizes, or a tensor that is not sharded by rows differs.
     """
     if len(set(map(tuple, Peers((dp,)).gather(zlib.crc32(own.encode()))))) > 1:
         signatures = gather_objects(own, dp)
@@ -31,14 +37,6 @@ def check_sizes(own: str, dp: Axis, where: str) -> None:
             f"{where}: the inputs differ in dtype or size between ranks: {said}. The rows of a DTensor must have the "
             "same length on all ranks: pad all batches to one length, or use output='local'"
         )
-
-
-def check_replicated(portion: Portion, dp: Axis, where: str) -> None:
-    """Raise on all ranks of the axis if a tensor that is not sharded by rows differs between them.
-
-    Raises:
-        ValueError: such a tensor differs. The message lists the tensors that are not sharded by rows.
-    """
     if portion.is_whole:
         return
     kept = {name: x for name, x in leaves(portion.batch) if isinstance(x, Tensor)}

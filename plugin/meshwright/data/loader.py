@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.data.batch_checks import check_replicated, check_sizes, warn_without_labels
+from meshwright.data.batch_checks import check_dtensors, warn_without_labels
 from meshwright.data.global_batches import Portion, even_share
 from meshwright.data.input_placement import Placer
 from meshwright.data.loader_parts import part_of
@@ -141,9 +141,8 @@ class DistributedLoader:
                     "only one position, so end each loop before the next begins"
                 )
             self._weight = 1.0 if self._has_dtensors else portion.counted * self._dp.size / portion.total
-            self._check_rows(portion)
             batch = self._delivered(portion)
-            self._check_sizes(portion)
+            self._compare(portion)
             self._steps += 1
             batch = map_tensors(batch, _own_object)
             tensors = tensors_of(batch)
@@ -339,30 +338,23 @@ class DistributedLoader:
             batch, total, held, counted = read
             yield Portion(batch, total, held, counted, is_whole=held == total)
 
-    def _is_time_to_check(self) -> bool:
-        every = self._options.check_every
-        return every > 0 and self._steps % every == 0
-
     def _where(self) -> str:
         return f"epoch {self._reader.position.epoch}, step {self._steps}"
 
-    def _check_rows(self, portion: Portion) -> None:
-        """Compare the rows of ranks that must have the same rows, including ranks of other meshes."""
-        has_twins = self._everyone.count > (self._peers.count if self._is_led else 1) * self._dp.size
-        if has_twins and self._is_time_to_check():
+    def _compare(self, portion: Portion) -> None:
+        """Compare what must be equal: the rows of ranks of other meshes too, and the sizes of what becomes DTensors."""
+        every = self._options.check_every
+        is_time = every > 0 and self._steps % every == 0
+        if is_time and self._everyone.count > (self._peers.count if self._is_led else 1) * self._dp.size:
             place = self._dp.rank * PLACES + self._dp.size
             check_same_rows(self._everyone, place, digest(portion.batch), self._where())
-
-    def _check_sizes(self, portion: Portion) -> None:
-        """Check that inputs that become DTensors have the same sizes on all ranks."""
         if not self._has_dtensors or self._dp.group is None:
             return
         assert self._placer is not None
         portion = replace(portion, batch=self._placer.inputs_of(portion.batch))
         own = signature(portion.batch)
-        if self._is_time_to_check() or self._sizes is None:
-            check_sizes(own, self._dp, self._where())
-            check_replicated(portion, self._dp, self._where())
+        if is_time or self._sizes is None:
+            check_dtensors(portion, own, self._dp, self._where())
             self._sizes = own
         elif own != self._sizes:
             raise ValueError(
@@ -382,7 +374,9 @@ class DistributedLoader:
         if self.feeds_causal_lm:
             self.feeds_causal_lm = False
             warn_without_labels(batch)
-        self._warn_of_the_last_batch(batch)
+        least = getattr(self._reader, "least", None)
+        if self._steps == 0 and least is not None and self._cannot_share(batch, least):
+            logger.warning("this epoch will end in an error: %s", self._too_few(least))
         if portion.total % self._dp.size and not self._has_dtensors:
             batch = self._in_step(portion)
         batch = to_device(batch, self._device)
@@ -415,12 +409,6 @@ class DistributedLoader:
             f"the last batch has {rows} rows, fewer than the {self._dp.size} data-parallel ranks. A batch without "
             "'labels' cannot be padded with a row that the loss ignores; set drop_last=True on the loader"
         )
-
-    def _warn_of_the_last_batch(self, batch: object) -> None:
-        """Warn in an epoch's first step about an error that its last step will raise."""
-        least = getattr(self._reader, "least", None)
-        if self._steps == 0 and least is not None and self._cannot_share(batch, least):
-            logger.warning("this epoch will end in an error: %s", self._too_few(least))
 
 
 def _own_object(x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.data.global_batches import chunk_share, even_share
-from meshwright.data.input_placement import Placer, Target, Targets, flat, match_targets, place_on
+from meshwright.data.input_placement import Placer, Targets, flat, match_targets, place_on
 from meshwright.data.loader import DistributedLoader
 from meshwright.data.peers import LoaderMesh, Peers
 from meshwright.data.readers.stream_shards import has_lanes
@@ -29,7 +29,7 @@ from meshwright.mesh.process_mesh import ProcessMesh
 from meshwright.mesh.shared_groups import shared_group
 from meshwright.parallel.batch.items import BatchFormat
 from meshwright.plan.config import RowsOf
-from meshwright.plan.fields import either_name, keywords_checked
+from meshwright.plan.fields import either_name, names_checked
 from meshwright.plan.loader_options import LoaderOptions, ReadingOrder, Source
 
 _NAMES = dict.fromkeys(("mesh", "device_mesh", "process_mesh"), "meshes=") | dict.fromkeys(
@@ -37,7 +37,7 @@ _NAMES = dict.fromkeys(("mesh", "device_mesh", "process_mesh"), "meshes=") | dic
 )
 
 
-@keywords_checked(_NAMES)
+@names_checked(_NAMES)
 def shard_dataloader(
     dataloader: Iterable[Any] | None = None,
     meshes: object = None,
@@ -142,8 +142,15 @@ def shard_dataloader(
                 f"rank {largest} of the meshes is outside the world of {world_size()} process(es); launch more "
                 "processes, or use meshes of fewer ranks"
             )
-        if not (is_dataset_splitted or spread):
-            _check_divides(loader, flat(targets))
+        rows = None if is_dataset_splitted or spread else getattr(loader, "batch_size", None)
+        if rows and (uneven := [target for target in flat(targets) if rows % target.axis_size]):
+            size, axis = uneven[0].axis_size, uneven[0].axis
+            below, above = rows // size * size, -(-rows // size) * size
+            raise ValueError(
+                f"the loader's batch_size={rows} is not divisible by the {size} ranks of axis {axis!r}; use "
+                f"{f'{below} or {above}' if below else above}, or set spread=True to give the ranks different numbers "
+                "of rows"
+            )
         same = {"meshes": str([(repr(t.mesh), t.axis) for t in flat(targets)]), "input_keys": str(input_keys)}
         return Claim(targets, same | {"options": str((options, output, spread, is_dataset_splitted))})
 
@@ -156,7 +163,12 @@ def shard_dataloader(
 
     def make() -> Claim[DistributedLoader]:
         knows_own_rows = is_dataset_splitted or (options.reads_lanes and has_lanes(loader))
-        _check_outsiders(flat(targets), knows_own_rows=knows_own_rows)
+        outsiders = set(range(world_size())).difference(*(target.mesh.ranks for target in flat(targets)))
+        if outsiders and knows_own_rows:
+            raise ValueError(
+                f"ranks {sorted(outsiders)} are in none of the meshes, and the rows of lanes or of a split dataset are "
+                "known only on ranks that read them; use meshes that contain all ranks, or order='loader'"
+            )
         return DistributedLoader(
             loader,
             mesh,
@@ -173,34 +185,6 @@ def shard_dataloader(
 def _on_all_ranks(check: Callable[[], Claim[Result]]) -> Result:
     """Run a check on every rank and return its result. If the check fails on one rank, all ranks raise."""
     return agreed(check)[0] if dist.is_initialized() else check().result
-
-
-def _check_divides(loader: object, targets: Sequence[Target]) -> None:
-    """Raise if the batch size is not divisible by the size of every sharded axis.
-
-    Raises:
-        ValueError: the batch size is not divisible. The message gives both sizes and the batch sizes that fit.
-    """
-    batch_size = getattr(loader, "batch_size", None)
-    for target in targets:
-        size = target.axis_size
-        if batch_size and batch_size % size:
-            below, above = batch_size // size * size, -(-batch_size // size) * size
-            fitting = f"{below} or {above}" if below else str(above)
-            raise ValueError(
-                f"the loader's batch_size={batch_size} is not divisible by the {size} ranks of axis {target.axis!r}; "
-                f"use {fitting}, or set spread=True to give the ranks different numbers of rows"
-            )
-
-
-def _check_outsiders(targets: Sequence[Target], *, knows_own_rows: bool) -> None:
-    """Raise if some ranks are in no mesh, and a rank knows only the rows that it reads."""
-    outsiders = set(range(world_size())).difference(*(target.mesh.ranks for target in targets))
-    if outsiders and knows_own_rows:
-        raise ValueError(
-            f"ranks {sorted(outsiders)} are in none of the meshes, and the rows of lanes or of a split dataset are "
-            "known only on ranks that read them; use meshes that contain all ranks, or order='loader'"
-        )
 
 
 def _places(targets: list[Targets], device_type: str) -> tuple[Axis, Peers]:

@@ -179,7 +179,12 @@ class ShardedStream:
         ahead = ReadAhead(readers, math.ceil(self.batch_size / self._num_lanes), self._loader_options)
         try:
             steps = 1
-            self._check_first(ahead)
+            ahead.fill(1)
+            if self.dp.size > 1 and ahead.error is None:  # whether samples can be sent, since the last steps send some
+                try:
+                    pack(ahead.first_sample(), "a sample")
+                except UnsupportedValue as error:
+                    ahead.error = error
             while batches := self._plan(ahead, steps):
                 for number, (batch, rows) in enumerate(self._hand_over(batches, ahead), 1):
                     for lane in batch:
@@ -193,15 +198,6 @@ class ShardedStream:
         finally:
             ahead.close()
         self._lanes, self.samples, self.epoch = self._new_lanes(), 0, self.epoch + 1
-
-    def _check_first(self, ahead: ReadAhead) -> None:
-        """Check in the first step whether samples can be sent to other ranks, since the last steps must send some."""
-        ahead.fill(1)
-        if self.dp.size > 1 and ahead.error is None:
-            try:
-                pack(ahead.first_sample(), "a sample")
-            except UnsupportedValue as error:
-                ahead.error = error
 
     def _plan(self, ahead: ReadAhead, steps: int) -> list[list[int]]:
         """Return the lanes of the rows of the next batches, the same on all ranks; an empty list at the end."""

@@ -87,7 +87,14 @@ def plan_to_complete(
         )
     if optimizer is not None:
         check_ownership(model, optimizer)
-        _check_unchanged(runtime, model)
+        check_none_added(model.named_parameters())
+        changed = [] if runtime.weights is None else runtime.weights.changed()
+        if changed:
+            raise PlanError(
+                f"requires_grad of {changed[0]} and {len(changed) - 1} more parameter(s) was changed after the model "
+                "was distributed, but ZeRO stage 3 stores trained and frozen ones apart; freeze them first, or use "
+                "zero_stage=2"
+            )
         check_reads(optimizer, reads=declared(config), plan=plan)
         if plan.zero_stage > 0 and any(p.grad is not None for p in model.parameters()):
             raise PlanError(
@@ -128,16 +135,6 @@ def complete(
             split_batches(decoder, runtime, plan)
     if plan.recompute == "full" and before.recompute == "none":
         recompute_layers(decoder, plan.recomputed_layers)
-
-
-def _check_unchanged(runtime: Runtime, model: nn.Module) -> None:
-    check_none_added(model.named_parameters())
-    changed = [] if runtime.weights is None else runtime.weights.changed()
-    if changed:
-        raise PlanError(
-            f"requires_grad of {changed[0]} and {len(changed) - 1} more parameter(s) was changed after the model was "
-            "distributed, but ZeRO stage 3 stores trained and frozen ones apart; freeze them first, or use zero_stage=2"
-        )
 
 
 def _may_follow(field: dataclasses.Field[Any], before: ParallelPlan, new: object, *, has_optimizer: bool) -> bool:

@@ -17,6 +17,8 @@ from meshwright.errors import AlreadyDistributedError, PlanError
 from meshwright.model_kinds import kind_of
 from meshwright.optim.runtime import find_runtime
 from meshwright.parallel.experts.router_record import OPTION
+from meshwright.parallel.forward.recompute import check_recompute
+from meshwright.parallel.losses.batch_loss import BatchLoss
 from meshwright.parallel.losses.head_losses import LossKind
 from meshwright.parallel.wrappers import wrapper_of
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
@@ -53,7 +55,12 @@ def check_model(model: nn.Module) -> None:
             f"the model is wrapped by {wrapper} already; pass the plain module (before wrapping it), and let "
             "ParallelPlan.dp and zero_stage do what the wrapper did"
         )
-    check_device_map(model)
+    devices = set((getattr(model, "hf_device_map", None) or {}).values())
+    if len(devices) > 1:  # transformers has added hooks that move its inputs
+        raise PlanError(
+            f"the model was loaded with device_map, over {len(devices)} devices; load it without device_map: each rank "
+            "moves its shard to its own device"
+        )
     if find_runtime(model) is not None:
         raise AlreadyDistributedError(
             "this model was distributed by an earlier call; leave this call out, or build a new model to change the "
@@ -72,42 +79,6 @@ def check_model(model: nn.Module) -> None:
             raise AlreadyDistributedError(f"{name} is in a DataParallel or a sharded optimizer; build a new model")
         if hasattr(parameter, "placements"):
             raise AlreadyDistributedError(f"{name} is a DTensor already: the model was sharded by something else")
-
-
-def check_device_map(model: nn.Module) -> None:
-    """Raise a PlanError if transformers has loaded a model onto several devices, whose hooks move its inputs."""
-    devices = set((getattr(model, "hf_device_map", None) or {}).values())
-    if len(devices) > 1:
-        raise PlanError(
-            f"the model was loaded with device_map, over {len(devices)} devices; load it without device_map: each rank "
-            "moves its shard to its own device"
-        )
-
-
-def check_reduction(model: nn.Module, plan: ParallelPlan, engine: str | None) -> None:
-    """Raise a PlanError if nothing would travel in ``plan.reduce_dtype``, or an engine decides that."""
-    if plan.reduce_dtype is None:
-        return
-    if engine is not None:
-        raise PlanError(
-            f"ParallelPlan.reduce_dtype={plan.reduce_dtype!r} with {engine}, which reduces the gradients itself; leave "
-            "it out, and set the engine's own option (in DeepSpeed's config, communication_data_type)"
-        )
-    trained = [p for p in model.parameters() if p.requires_grad and p.is_floating_point()]
-    if plan.zero_stage == 0 and trained and all(p.element_size() <= 2 for p in trained):
-        raise PlanError(
-            f"ParallelPlan.reduce_dtype={plan.reduce_dtype!r} saves nothing: with zero_stage=0 the gradients of "
-            f"{str(trained[0].dtype).removeprefix('torch.')} weights travel in 16 bits already; leave it out"
-        )
-
-
-def check_offload(plan: ParallelPlan, engine: str | None) -> None:
-    """Raise a PlanError if the plan offloads what an engine keeps."""
-    if plan.offload is not None and engine is not None:
-        raise PlanError(
-            f"ParallelPlan.offload={plan.offload!r} with {engine}, which keeps the optimizer itself; leave it out, and "
-            "set the engine's own option (in DeepSpeed's config, zero_optimization.offload_optimizer)"
-        )
 
 
 def explained(error: PlanError, model: nn.Module, axes: Sequence[str]) -> PlanError:
@@ -216,24 +187,61 @@ def _check_loader(loader: object) -> None:
         )
 
 
-def check_router_loss(model: nn.Module, plan: ParallelPlan, loss: LossKind | None) -> None:
-    """Raise if the config asks for a load-balancing loss that would be computed from a part of the batch.
+def check_plan(model: nn.Module, plan: ParallelPlan, engine: str | None, loss: LossKind | BatchLoss | None) -> None:
+    """Raise if the parts of a plan do not go with a training engine, a model's loss or its layers.
 
     Args:
         model: the model, without adapters around it.
         plan: the plan.
-        loss: the kind of the model's loss; None if it is not known.
+        engine: the training engine; see ``ToDistributedConfig.engine``.
+        loss: the kind of the model's loss, or what computes it if the model is distributed already; None if it is not
+            known what it averages over.
 
     Raises:
-        PlanError: if the model's forward computes it in its own way, so that the loss of all tokens is not known.
+        PlanError: if they do not; the message says what to write instead.
     """
-    is_wanted = getattr(getattr(model, "config", None), OPTION, False)
-    if not is_wanted or OPTION not in inspect.signature(model.forward).parameters:
-        return
+    alone = "or train without the engine: to_distributed(model, optimizer, loader)"
+    kept_by_engine = (
+        (plan.pp > 1, f"pp={plan.pp}", f": its engine runs the backward pass of the whole model, and a pipeline runs "
+         f"its own; use pp=1, {alone}"),
+        (plan.cp > 1, f"cp={plan.cp}", f": its engine averages gradients over dp alone, and each rank of cp has those "
+         f"of its own tokens; use cp=1, {alone}"),
+        (plan.ep * plan.etp > 1, f"ep={plan.ep} and etp={plan.etp}", ", which was not compared with one device; use "
+         f"ep=1 and etp=1, {alone}"),
+        (plan.reduce_dtype, f"reduce_dtype={plan.reduce_dtype!r}", ", which reduces the gradients itself; leave it "
+         "out, and set the engine's own option (in DeepSpeed's config, communication_data_type)"),
+        (plan.offload, f"offload={plan.offload!r}", ", which keeps the optimizer itself; leave it out, and set the "
+         "engine's own option (in DeepSpeed's config, zero_optimization.offload_optimizer)"),
+    )  # fmt: skip
+    for is_on, written, why in kept_by_engine if engine is not None else ():
+        if is_on:
+            raise PlanError(f"ParallelPlan.{written} with {engine}{why}")
+    trained = [p for p in model.parameters() if p.requires_grad and p.is_floating_point()]
+    if plan.reduce_dtype and plan.zero_stage == 0 and trained and all(p.element_size() <= 2 for p in trained):
+        raise PlanError(
+            f"ParallelPlan.reduce_dtype={plan.reduce_dtype!r} saves nothing: with zero_stage=0 the gradients of "
+            f"{str(trained[0].dtype).removeprefix('torch.')} weights travel in 16 bits already; leave it out"
+        )
+    counted = "Set ToDistributedConfig(loss_averages_over='rows'), 'labels' or a callable that counts in a batch; or"
+    if plan.pp > 1 and loss is None:
+        raise PlanError(
+            f"ParallelPlan.pp={plan.pp} runs the backward pass inside the model's forward, but what the loss of "
+            f"{type(model).__name__} averages over is not known. {counted} use pp=1"
+        )
+    if plan.has_micro_batches and loss is None:
+        raise PlanError(
+            f"the plan splits the batch into micro-batches, but what the loss of {type(model).__name__} averages over "
+            f"is not known, so the losses of the micro-batches cannot be combined. {counted} set "
+            "gradient_accumulation_steps=1 and micro_batch_size=None"
+        )
     has_parts = plan.dp * plan.cp * plan.pp > 1 or plan.has_micro_batches
-    if has_parts and (loss is None or not loss.is_function):
+    is_wanted = getattr(getattr(model, "config", None), OPTION, False)
+    is_function = isinstance(loss, BatchLoss) or (loss is not None and loss.is_function)
+    if has_parts and is_wanted and not is_function and OPTION in inspect.signature(model.forward).parameters:
         raise PlanError(
             f"model.config.{OPTION}=True: {type(model).__name__} adds a load-balancing loss to its loss, which is a "
             "product of means over all tokens of the batch, and computes it from the tokens that it has. Set "
             f"model.config.{OPTION} = False, or use dp=1, cp=1 and pp=1 without micro-batches"
         )
+    if plan.recompute == "full":
+        check_recompute(model, plan.recomputed_layers)

@@ -44,7 +44,7 @@ def check_float8(
     """
     if plan.dims.world_size == 1:
         return
-    check_kinds(decoder, plan)
+    _check_kinds(decoder, plan)
     layers = dict(float8_layers(decoder))
     if not layers:
         return
@@ -82,18 +82,31 @@ def check_float8(
     beside = modules_left_out(decoder, structure)
     _keep_out(layers, beside, "a tower", "only ranks whose rows have images or sound run it")
     if isinstance(structure, DecoderStructure):
-        _check_cuts(structure, plan, layers)
+        for name, layer in layers.items():
+            whole, layout = tuple(layer.weight.shape), structure.parameters.get(f"{name}.weight")
+            if layout is not None and layout.has_addends:
+                raise PlanError(
+                    f"{name} is a float8 layer that several ranks of tp={plan.tp} have, each with an addend of its "
+                    "gradient, as of key and value heads that ranks share and of adapters. The sum of addends in "
+                    "float8 is "
+                    "not the gradient of one device. Use a smaller tp, or keep the layer in 16 bits. " + _keep(name)
+                )
+            part = whole if layout is None else layout.local_shape
+            if layer.config.emulate or not any(size % _MULTIPLE for size in part):
+                continue
+            raise PlanError(
+                f"{name} has a weight of {whole[0]} x {whole[1]}, of which each rank of tp={plan.tp} has {part[0]} x "
+                f"{part[1]}, and float8 multiplies widths that are multiples of {_MULTIPLE}. Use a smaller tp, or keep "
+                "the "
+                "layer in 16 bits. " + _keep(name)
+            )
 
 
-def check_kinds(model: nn.Module, plan: ParallelPlan) -> None:
+def _check_kinds(model: nn.Module, plan: ParallelPlan) -> None:
     """Raise if a layer or a weight of torchao computes otherwise under a plan than on one device.
 
     Float8 with a scale for a tensor or a row is known. Another layer may be one for training with fake quantisation,
     whose scales are of whole weights and of each token: it is tried out, unless tp cuts its weight.
-
-    Args:
-        model: the model.
-        plan: the plan.
     """
     known = {id(module) for _, layer in float8_layers(model) for module in layer.modules()}
     apart: dict[str, bool] = {}
@@ -131,25 +144,6 @@ def _keep_out(layers: Mapping[str, Float8Linear], owners: set[nn.Module], owner:
                 f"{name} is a float8 layer in {owner}, and its scales are maxima over ranks, but {reason}. Keep it in "
                 "16 bits. " + _keep(name)
             )
-
-
-def _check_cuts(structure: DecoderStructure, plan: ParallelPlan, layers: Mapping[str, Float8Linear]) -> None:
-    for name, layer in layers.items():
-        whole, layout = tuple(layer.weight.shape), structure.parameters.get(f"{name}.weight")
-        if layout is not None and layout.has_addends:
-            raise PlanError(
-                f"{name} is a float8 layer that several ranks of tp={plan.tp} have, each with an addend of its "
-                "gradient, as of key and value heads that ranks share and of adapters. The sum of addends in float8 is "
-                "not the gradient of one device. Use a smaller tp, or keep the layer in 16 bits. " + _keep(name)
-            )
-        part = whole if layout is None else layout.local_shape
-        if layer.config.emulate or not any(size % _MULTIPLE for size in part):
-            continue
-        raise PlanError(
-            f"{name} has a weight of {whole[0]} x {whole[1]}, of which each rank of tp={plan.tp} has {part[0]} x "
-            f"{part[1]}, and float8 multiplies widths that are multiples of {_MULTIPLE}. Use a smaller tp, or keep the "
-            "layer in 16 bits. " + _keep(name)
-        )
 
 
 def _keep(name: str) -> str:

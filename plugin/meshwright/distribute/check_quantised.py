@@ -94,7 +94,18 @@ def check_quantised(model: nn.Module, plan: ParallelPlan, device: torch.device) 
             )
     for name, module, packing in packed_modules(model):
         if packing.block == 1:
-            _check_8_bit(name, module, plan, device)
+            if (threshold := module.state.threshold) > 0:
+                raise PlanError(
+                    f"{name} has llm_int8_threshold={threshold:g}: which channels are computed in 16 bits depends on "
+                    "all tokens of the batch, of which a rank has some. Load the model with "
+                    "BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0), or with load_in_4bit=True"
+                )
+            if plan.tp > 1 and device.type != "cpu":
+                raise PlanError(
+                    f"{name} is quantised to 8 bits, and on {device.type} bitsandbytes quantises each token's "
+                    f"activations by their largest one, of which a rank of tp={plan.tp} may have none. Load the model "
+                    "with BitsAndBytesConfig(load_in_4bit=True), or use a plan without tp, such as plan='dp2'"
+                )
             continue
         version = getattr(sys.modules.get("bitsandbytes"), "__version__", _LEAST)
         if TorchVersion(version) < _LEAST:
@@ -108,30 +119,10 @@ def check_quantised(model: nn.Module, plan: ParallelPlan, device: torch.device) 
                 "could not be trained any more. Load the model again, and distribute it before it is evaluated"
             )
     if plan.tp > 1:
-        _check_ends(model, plan)
-
-
-def _check_8_bit(name: str, module: Any, plan: ParallelPlan, device: torch.device) -> None:
-    if (threshold := module.state.threshold) > 0:
-        raise PlanError(
-            f"{name} has llm_int8_threshold={threshold:g}: which channels are computed in 16 bits depends on all "
-            "tokens of the batch, of which a rank has some. Load the model with BitsAndBytesConfig(load_in_8bit=True, "
-            "llm_int8_threshold=0.0), or with load_in_4bit=True"
-        )
-    if plan.tp > 1 and device.type != "cpu":
-        raise PlanError(
-            f"{name} is quantised to 8 bits, and on {device.type} bitsandbytes quantises each token's activations by "
-            f"their largest one, of which a rank of tp={plan.tp} may have none. Load the model with "
-            "BitsAndBytesConfig(load_in_4bit=True), or use a plan without tp, such as plan='dp2'"
-        )
-
-
-def _check_ends(model: nn.Module, plan: ParallelPlan) -> None:
-    """Raise if the embedding or the head is packed: tp cuts them into parts of any number of rows."""
-    packed = {module: name for name, module, _ in packed_modules(model)}
-    for find in ("get_input_embeddings", "get_output_embeddings"):
-        if (end := ask(model, find)) in packed:
-            raise PlanError(
-                f"{packed[end]} is quantised, and tp={plan.tp} cuts it into parts of any number of words. Keep it: "
-                f"BitsAndBytesConfig(llm_int8_skip_modules=[{packed[end].rpartition('.')[2]!r}])"
-            )
+        packed = {module: name for name, module, _ in packed_modules(model)}
+        for find in ("get_input_embeddings", "get_output_embeddings"):
+            if (end := ask(model, find)) in packed:
+                raise PlanError(
+                    f"{packed[end]} is quantised, and tp={plan.tp} cuts it into parts of any number of words. Keep it: "
+                    f"BitsAndBytesConfig(llm_int8_skip_modules=[{packed[end].rpartition('.')[2]!r}])"
+                )

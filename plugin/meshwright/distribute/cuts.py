@@ -58,11 +58,10 @@ def structure_of(
             roles = roles or config.sharding_plan or plan_for(decoder)
             sp, shares = plan.sequence_parallel, shares_towers(plan, config.engine)
             found: Decoder = describe(decoder, roles, tp=plan.tp, sequence_parallel=sp, shares_towers=shares)
-            _check_whole_experts(found, plan)
         else:
             instead = f"ParallelPlan({', '.join(f'{axis}=1' for axis in axes)})"
             found = outline(decoder, config.sharding_plan, instead=instead)
-        _check_autograd(found, plan)
+        _check_layers(found, plan)
         if plan.cp > 1:
             check_token_wise(found, config.sharding_plan)
         return found
@@ -72,8 +71,15 @@ def structure_of(
         raise shown from error
 
 
-def _check_autograd(found: Decoder, plan: ParallelPlan) -> None:
-    """Raise if layers compute their own gradients, from two streams of hidden states, and tokens or layers are cut."""
+def _check_layers(found: Decoder, plan: ParallelPlan) -> None:
+    """Raise if layers have experts inside of what stays whole, or compute their gradients from two streams."""
+    whole = found.whole if isinstance(found, DecoderStructure) else {}
+    for name, module in whole.items() if plan.ep * plan.etp > 1 else ():
+        if any(map(is_experts, module.modules())):
+            raise PlanError(
+                f"{name} ({type(module).__name__}) stays whole under tp={plan.tp}, so each rank would send all tokens "
+                "to the experts inside of it. Use ParallelPlan(ep=1, etp=1), or ParallelPlan(tp=1)"
+            )
     layer = next((layer for layer in found.layers if callable(getattr(layer, "backward_pass", None))), None)
     options = {"sequence_parallel": (plan.sequence_parallel, False), "pp": (plan.pp > 1, 1), "cp": (plan.cp > 1, 1)}
     cure = ", ".join(f"{name}={value}" for name, (is_on, value) in options.items() if is_on)
@@ -82,17 +88,6 @@ def _check_autograd(found: Decoder, plan: ParallelPlan) -> None:
             f"{type(layer).__name__} is a reversible layer, which has two streams of hidden states and computes its "
             f"gradients itself (backward_pass), so neither tokens nor layers can be cut. Use ParallelPlan({cure})"
         )
-
-
-def _check_whole_experts(found: Decoder, plan: ParallelPlan) -> None:
-    """Raise if ranks would share experts inside of a module that each of them runs for all tokens."""
-    assert isinstance(found, DecoderStructure)
-    for name, module in found.whole.items() if plan.ep * plan.etp > 1 else ():
-        if any(map(is_experts, module.modules())):
-            raise PlanError(
-                f"{name} ({type(module).__name__}) stays whole under tp={plan.tp}, so each rank would send all tokens "
-                "to the experts inside of it. Use ParallelPlan(ep=1, etp=1), or ParallelPlan(tp=1)"
-            )
 
 
 def cut_of(decoder: nn.Module, structure: Decoder | None, plan: ParallelPlan, rank: int) -> Cut | None:

@@ -23,7 +23,7 @@ from meshwright.parallel.batch.items import BatchFormat
 from meshwright.parallel.collectives import agree
 from meshwright.parallel.dropout_streams import DropoutStreams, dropout_seed
 from meshwright.parallel.tensor_parallel.apply import guard_shards, share_partial_gradients
-from meshwright.roles.adapters import refuse_merging, refuse_merging_packed, refuse_resizing, refuse_unloading
+from meshwright.roles.adapters import close_changes
 
 Make = Callable[..., NewTensors]
 
@@ -90,14 +90,13 @@ def distribute(build: Build, optimizer: Optimizer | None, make: Make) -> None:
         attach(part, runtime)
         if runtime.engine is None:
             make_copyable(part, model, runtime)
-    if build.cuts_weights:
-        refuse_unloading(model, " and ".join(build.plan.weight_axes))
-    if runtime.weights is not None:
-        refuse_merging(model)
-    if next(packed_modules(model), None) is not None:
-        refuse_merging_packed(model)
+    close_changes(
+        model,
+        axes=build.plan.weight_axes,
+        is_gathered=runtime.weights is not None,
+        is_packed=next(packed_modules(model), None) is not None,
+    )
     object.__setattr__(model, "_ddp_params_and_buffers_to_ignore", _NoWrapper())
-    refuse_resizing(model)
 
 
 def make_weights(build: Build, make: Make) -> NewTensors:

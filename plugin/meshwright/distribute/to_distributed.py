@@ -20,13 +20,7 @@ from meshwright.context.handed_states import hands_states
 from meshwright.data.loader import DistributedLoader, made_together
 from meshwright.data.peers import LoaderMesh
 from meshwright.distribute.attach_optimizer import complete, plan_to_complete
-from meshwright.distribute.check_arguments import (
-    check_arguments,
-    check_model,
-    check_offload,
-    check_reduction,
-    check_router_loss,
-)
+from meshwright.distribute.check_arguments import check_arguments, check_model, check_plan
 from meshwright.distribute.check_float8 import check_float8
 from meshwright.distribute.check_launch import check_agreement, check_devices, check_launch
 from meshwright.distribute.check_quantised import check_quantised, finish_loading
@@ -40,7 +34,6 @@ from meshwright.faults.group_timeouts import set_timeouts
 from meshwright.faults.guard import Guard, start_guard
 from meshwright.faults.together import succeed_together
 from meshwright.features.build import Build
-from meshwright.features.check_compile import check_compile, layers_of
 from meshwright.mesh.axes import Mesh
 from meshwright.mesh.local_device import check_device_num, warn_of_unused_gpus
 from meshwright.mesh.process_group import device_for, start_process_group
@@ -49,16 +42,16 @@ from meshwright.optim.elementwise import check_reads, declared
 from meshwright.optim.gradients import Engine
 from meshwright.optim.runtime import Runtime, Watch, WholeLogits, device_of, find_runtime
 from meshwright.optim.shard_state import check_ownership
-from meshwright.parallel.batch.flash_rows import check_package
+from meshwright.parallel.batch.flash_rows import flash_function, flash_implementation
 from meshwright.parallel.batch.items import BatchFormat
 from meshwright.parallel.batch.mixed_rows import check_embeddings, check_mixed_rows
-from meshwright.parallel.forward.recompute import check_recompute
+from meshwright.parallel.forward.compiled_layers import check_compile_options, layers_of, why_not_compiled
 from meshwright.parallel.losses.batch_loss import BatchLoss
 from meshwright.parallel.losses.causal_lm import CausalLMLoss
 from meshwright.parallel.losses.head_losses import LossKind, find_loss
 from meshwright.parallel.tensor_parallel.float8_weights import plain_weights
 from meshwright.plan.config import IN_PLAN, ParallelPlan, PlanLike, ToDistributedConfig
-from meshwright.plan.fields import either_name, keywords_checked
+from meshwright.plan.fields import either_name, names_checked
 from meshwright.plan.foreign_names import CALL_NAMES
 from meshwright.progress import is_first_rank
 from meshwright.roles.adapters import check_methods, without_wrappers
@@ -71,7 +64,7 @@ _IN_CONFIG = {
 }
 
 
-@keywords_checked(IN_PLAN | CALL_NAMES | _IN_CONFIG)
+@names_checked(IN_PLAN | CALL_NAMES | _IN_CONFIG)
 def to_distributed(
     model: nn.Module,
     optimizer: Optimizer | None = None,
@@ -183,9 +176,7 @@ def _distribute(
     build = Build(model=model, plan=plan, config=config, loss=loss, runtime=runtime, device=device, **decided)
     distribute(build, optimizer, weights.make)
 
-    _warn_of_dtype(plan, model)
-    if optimizer is not None:
-        _warn_of_float16(model)
+    _warn_of_dtypes(model, optimizer, plan)
     if shown is not None:
         start_monitor(model, runtime, config, shown, every=config.logging_steps)
     _log(build)
@@ -212,12 +203,12 @@ def _cuts(
     check_mixed_rows(model, plan)
     check_methods(model, plan.cut_axes, has_micro_batches=plan.has_micro_batches)
     check_quantised(model, plan, device)
-    _check_passes(plan, loss is not None, decoder, config.engine)
-    check_router_loss(decoder, plan, loss)
-    check_reduction(model, plan, config.engine)
-    check_offload(plan, config.engine)
+    check_plan(decoder, plan, config.engine, loss)
     cuts = Cuts.of(decoder, plan, config)
-    check_compile(layers_of(decoder, cuts.structure), plan, config)
+    if config.compile is not None:
+        check_compile_options(config.compile_options or {}, has_collectives=plan.tp > 1)
+        if (reason := why_not_compiled(layers_of(decoder, cuts.structure), plan, config.engine)) is not None:
+            raise PlanError(reason)
     check_float8(decoder, plan, config, cuts.structure, cuts.mixers)
     return cuts
 
@@ -236,7 +227,8 @@ def _meet(plan: ParallelPlan, config: ToDistributedConfig, device: torch.device)
 
 def _equal_weights(model: nn.Module, config: ToDistributedConfig, mesh: Mesh, device: torch.device) -> InitialWeights:
     """Find the weights to begin with, and make those that the ranks have built equal."""
-    succeed_together(lambda: check_package(model))
+    attention = flash_implementation(model.modules())
+    succeed_together(lambda: attention is not None and flash_function(attention))  # whose package may not load
     source = settled(config.weights)
     weights = succeed_together(lambda: InitialWeights.find(model, source))
     if weights.equalise(model, mesh, device):
@@ -267,21 +259,19 @@ def _join(device: torch.device, config: ToDistributedConfig) -> Guard | None:
     return start_guard(timeout=config.timeout_s)
 
 
-def _warn_of_dtype(plan: ParallelPlan, model: nn.Module) -> None:
-    """Warn on the first rank if the plan was estimated for weights of another dtype."""
+def _warn_of_dtypes(model: nn.Module, optimizer: Optimizer | None, plan: ParallelPlan | None = None) -> None:
+    """Warn on the first rank if an optimizer trains in float16, or a plan was estimated for another dtype."""
+    if not is_first_rank():
+        return
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    if plan.dtype not in (None, dtype) and is_first_rank():
+    if plan is not None and plan.dtype not in (None, dtype):
         logger.warning(
             "the plan was estimated for weights in %s, but the model has weights in %s, so its memory and time differ "
             "from the estimates. Load the model with dtype=torch.%s, or remove dtype from the plan",
             plan.dtype, dtype, plan.dtype,
         )  # fmt: skip
-
-
-def _warn_of_float16(model: nn.Module) -> None:
-    """Warn on the first rank if an optimizer trains weights in float16."""
     trained = [name for name, p in model.named_parameters() if p.requires_grad and p.dtype == torch.float16]
-    if trained and is_first_rank():
+    if trained and optimizer is not None:
         logger.warning(
             "the optimizer trains %d weights in float16 (the first is %s). Its smallest number is 6e-8, so the squares "
             "of gradients and Adam's eps=1e-8 round to 0, and the weights become NaN in the first steps, as on one "
@@ -303,7 +293,7 @@ def _complete(
     check_embeddings(model, plan, runtime.engine)
     check_mixed_rows(model, plan)
     loss = runtime.features.find(BatchLoss)
-    _check_passes(plan, loss is not None, model)
+    check_plan(model, plan, None, loss)
     loader = None
     if dataloader is not None:
         format = runtime.features.get(BatchFormat)
@@ -312,8 +302,7 @@ def _complete(
     shows = config.logging_steps is not None and runtime.features.find(Watch) is None
     shown = Preparation.make(model, config, optimizer=optimizer) if shows else None
     complete(runtime, model, optimizer, plan, config)
-    if optimizer is not None:
-        _warn_of_float16(model)
+    _warn_of_dtypes(model, optimizer)
     if shown is not None:
         start_monitor(model, runtime, config, shown, every=config.logging_steps)
     return optimizer, loader
@@ -324,40 +313,6 @@ def _make_loader(
 ) -> DistributedLoader:
     loader_mesh = LoaderMesh.of(mesh, device)
     return made_together(lambda: DistributedLoader(dataloader, loader_mesh, options=config.loader, format=format))
-
-
-def _check_passes(plan: ParallelPlan, has_known_loss: bool, model: nn.Module, engine: str | None = None) -> None:
-    if plan.pp > 1 and engine is not None:
-        raise PlanError(
-            f"ParallelPlan.pp={plan.pp} with {engine}: its engine runs the backward pass of the whole model, and a "
-            "pipeline runs its own; use pp=1, or train without the engine: to_distributed(model, optimizer, loader)"
-        )
-    if plan.cp > 1 and engine is not None:
-        raise PlanError(
-            f"ParallelPlan.cp={plan.cp} with {engine}: its engine averages gradients over dp alone, and each rank of "
-            "cp has those of its own tokens; use cp=1, or train without the engine: to_distributed(model, optimizer, "
-            "loader)"
-        )
-    if plan.ep * plan.etp > 1 and engine is not None:
-        raise PlanError(
-            f"ParallelPlan.ep={plan.ep} and etp={plan.etp} with {engine}, which was not compared with one device; use "
-            "ep=1 and etp=1, or train without the engine: to_distributed(model, optimizer, loader)"
-        )
-    if plan.pp > 1 and not has_known_loss:
-        raise PlanError(
-            f"ParallelPlan.pp={plan.pp} runs the backward pass inside the model's forward, but what the loss of "
-            f"{type(model).__name__} averages over is not known. Set ToDistributedConfig(loss_averages_over='rows'), "
-            "'labels' or a callable that counts in a batch; or use pp=1"
-        )
-    if plan.has_micro_batches and not has_known_loss:
-        raise PlanError(
-            f"the plan splits the batch into micro-batches, but what the loss of {type(model).__name__} averages over "
-            "is not known, so the losses of the micro-batches cannot be combined. Set "
-            "ToDistributedConfig(loss_averages_over='rows'), 'labels' or a callable that counts in a batch; or set "
-            "gradient_accumulation_steps=1 and micro_batch_size=None"
-        )
-    if plan.recompute == "full":
-        check_recompute(model, plan.recomputed_layers)
 
 
 def _starting_device(model: nn.Module) -> torch.device:

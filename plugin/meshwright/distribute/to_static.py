@@ -21,8 +21,7 @@ from meshwright.mesh.process_mesh import ProcessMesh
 from meshwright.optim.clip_grad_norm import clip_grad_norm_
 from meshwright.optim.grad_norm import scale_by_norm
 from meshwright.optim.runtime import check_steps, find_runtime
-from meshwright.parallel.forward.compile_options import check_compile_options
-from meshwright.parallel.forward.compiled_layers import CompilableLayers
+from meshwright.parallel.forward.compiled_layers import CompilableLayers, check_compile_options
 from meshwright.parallel.output_loss import loss_of
 from meshwright.placement import Replicate, reshard
 from meshwright.plan.fields import check_number

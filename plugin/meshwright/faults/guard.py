@@ -308,14 +308,6 @@ class Guard:
         if self.is_current and self._caught.see_pass(error, self.step):
             self._link.announce({"kind": "raised", "what": self._caught.of_pass})
 
-    def _check_goes_on(self) -> None:
-        """End this process if its program has caught an error after which the ranks cannot go on together."""
-        if (error := self._caught.swallowed()) is not None:
-            self._link.tell({"kind": "fail", "how": f"step {self.step}, went on after {exit_hooks.in_short(error)}"})
-            text = f"{self.name}: {caught_errors.text_of(error)}"
-            self._note(text)
-            end_process(text, self._deadline, self.end_silent, error)
-
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks that this rank ends with an exception, even if a ``finally`` has destroyed the group."""
         if self._is_closed or self._is_failing or os.getpid() != self._process:
@@ -378,7 +370,11 @@ class Guard:
         os.close(nothing)
 
     def _ask(self, key: str, ranks: tuple[int, ...], what: str, note: str = "") -> dict[str, Any] | None:
-        self._check_goes_on()
+        if (error := self._caught.swallowed()) is not None:  # after which the ranks cannot go on together
+            self._link.tell({"kind": "fail", "how": f"step {self.step}, went on after {exit_hooks.in_short(error)}"})
+            text = f"{self.name}: {caught_errors.text_of(error)}"
+            self._note(text)
+            end_process(text, self._deadline, self.end_silent, error)
         note = ", ".join(filter(None, [note, self.trace.call and f"in {self.trace.call}", self._caught.of_pass]))
         return self._answer({"kind": "ask", "key": key, "what": what, "note": note}, ranks, of_group=True)
 

@@ -87,7 +87,11 @@ class Preemption:
         """
         guard = active_guard()
         if guard is None:
-            _check_alone()
+            if dist.is_initialized() and dist.get_world_size() > 1:
+                raise RuntimeError(
+                    f"Preemption.is_due() is called on {dist.get_world_size()} ranks before they can agree; call "
+                    "meshwright.to_distributed(model, optimizer, loader) first"
+                )
             return self.settle(self.wishes)
         return self.settle(guard.wishes_of_all(self.wishes))
 
@@ -104,12 +108,3 @@ class Preemption:
             why = self.reason or "the program's own wish"
             tell(f"preempted by {why}; ends with exit code {PREEMPTED}")
         raise SystemExit(PREEMPTED)  # not sys.exit, which the guard would take for a failure
-
-
-def _check_alone() -> None:
-    """Raise if this process has others to agree with, but no connection to them."""
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        raise RuntimeError(
-            f"Preemption.is_due() is called on {dist.get_world_size()} ranks before they can agree; call "
-            "meshwright.to_distributed(model, optimizer, loader) first"
-        )

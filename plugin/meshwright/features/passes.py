@@ -7,7 +7,6 @@ from torch import nn
 from meshwright.compiling import leave_out_of_graphs
 from meshwright.context.region import ContextRegion
 from meshwright.features.build import Build
-from meshwright.features.check_compile import layers_of, why_not_compiled
 from meshwright.parallel.batch.document_masks import keep_documents_apart
 from meshwright.parallel.batch.items import BatchFormat
 from meshwright.parallel.batch.longest_position import LongestPosition
@@ -15,7 +14,7 @@ from meshwright.parallel.batch.mixed_rows import BatchStatistics
 from meshwright.parallel.experts.counts import ExpertCounts
 from meshwright.parallel.experts.dispatch import ExpertDispatch
 from meshwright.parallel.experts.slices import OutputBiasOnce, SlicedExperts
-from meshwright.parallel.forward.compiled_layers import CompilableLayers
+from meshwright.parallel.forward.compiled_layers import CompilableLayers, layers_of, why_not_compiled
 from meshwright.parallel.forward.generate_together import GenerateTogether
 from meshwright.parallel.forward.state import EnteredForward, ForwardState
 from meshwright.parallel.forward.uneven_batches import UnevenBatches

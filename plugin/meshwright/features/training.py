@@ -22,7 +22,7 @@ from meshwright.parallel.forward.state import ForwardState
 from meshwright.parallel.losses.causal_lm import CausalLMLoss
 from meshwright.parallel.losses.deferred_logits import Deferral, DeferringHead
 from meshwright.parallel.losses.head_losses import install_loss
-from meshwright.parallel.losses.replaced_forward import check_replaced_forward
+from meshwright.parallel.losses.replaced_forward import CallsLossFunction, replacement_of
 from meshwright.parallel.losses.token_loss import TokenLoss
 from meshwright.parallel.method_chain import add_step
 from meshwright.parallel.replay import AttachesReplay, Replay
@@ -81,8 +81,9 @@ def average_loss(build: Build) -> None:
         loss.region = runtime.features.find(ContextRegion)
     routers = None if build.cut is None else build.cut.order.routers
     has_parts = runtime.mesh.tokens.size * runtime.mesh.tp.size > 1 or build.is_split
-    if has_parts and (build.loss.is_causal_lm or build.loss.is_function):
-        check_replaced_forward(build.decoder, mean)
+    replacement = replacement_of(build.decoder) if build.loss.is_causal_lm or build.loss.is_function else None
+    if has_parts and replacement is not None:
+        add_step(build.decoder, CallsLossFunction(build.decoder, mean, replacement))
     forward = forward_with_router_loss(build.decoder) if build.loss.is_function and has_parts else None
     if forward is not None and (build.cut is None or routers is not None):
         region = runtime.features.find(ContextRegion)

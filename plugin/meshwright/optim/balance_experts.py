@@ -83,7 +83,15 @@ def balance_experts(model: nn.Module, counts: Mapping[str, Tensor], *, rate: flo
             mw.balance_experts(model, mw.expert_counts(model), rate=1e-3)
     """
     runtime = runtime_of(model)
-    _check_counts(model, counts, runtime.features.find(ExpertCounts))
+    counter = runtime.features.find(ExpertCounts)
+    counted = {} if counter is None else counter.sizes
+    sizes = {name: counted.get(module) for name, module in model.named_modules()}
+    for name, count in counts.items():
+        if not isinstance(count, Tensor) or sizes.get(name) != count.numel():
+            raise ValueError(
+                f"balance_experts(model, counts): counts[{name!r}] is no tensor with the tokens of each expert of a "
+                "module of this name. Pass what mw.expert_counts(model) has returned"
+            )
     biases = [(name, bias, counts[experts]) for experts in counts for name, bias in _biases(model, experts, counts)]
     if not biases:
         raise ValueError(
@@ -101,17 +109,6 @@ def balance_experts(model: nn.Module, counts: Mapping[str, Tensor], *, rate: flo
         for _, bias, count in biases:
             if not isinstance(bias, nn.Parameter) or is_held(bias):
                 bias.add_((count.double().mean() - count).sign().view_as(bias), alpha=rate)
-
-
-def _check_counts(model: nn.Module, counts: Mapping[str, Tensor], counter: ExpertCounts | None) -> None:
-    counted = {} if counter is None else counter.sizes
-    sizes = {name: counted.get(module) for name, module in model.named_modules()}
-    for name, count in counts.items():
-        if not isinstance(count, Tensor) or sizes.get(name) != count.numel():
-            raise ValueError(
-                f"balance_experts(model, counts): counts[{name!r}] is no tensor with the tokens of each expert of a "
-                "module of this name. Pass what mw.expert_counts(model) has returned"
-            )
 
 
 def _biases(model: nn.Module, experts: str, counts: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

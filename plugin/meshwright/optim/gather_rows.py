@@ -61,7 +61,14 @@ def gather_rows(x: Tensor, model: nn.Module | None = None) -> Tensor:
         raise ValueError(f"{CALL} takes a tensor whose first dim has this rank's rows, not {found}")
     if runtime is None:
         return x
-    _check_has_all_rows(x, runtime)
+    plan = runtime.plan
+    if plan is not None and (plan.has_micro_batches or plan.pp > 1) and (are_cut() or x.requires_grad):
+        raise PlanError(
+            f"{CALL} needs all rows of the batch at a time, but the plan {plan.label} runs the batch as "
+            "micro-batches, each of which has some of them. Use a plan with pp=1, without micro-batches: "
+            "ParallelPlan(gradient_accumulation_steps=1, micro_batch_size=None). To save memory instead, use "
+            "recompute='full'"
+        )
     if (uneven := runtime.features.find(UnevenBatches)) is not None and _has_gradient(x):  # not for a metric
         uneven.leave_out_pass()
     axis = runtime.mesh.dp
@@ -108,19 +115,6 @@ def _has_gradient(x: Tensor) -> bool:
 
 def _ranks(axis: Axis) -> tuple[int, ...]:
     return () if axis.group is None else tuple(dist.get_process_group_ranks(axis.group))
-
-
-def _check_has_all_rows(x: Tensor, runtime: Runtime) -> None:
-    plan = runtime.plan
-    if plan is None or not (plan.has_micro_batches or plan.pp > 1):
-        return
-    if are_cut() or x.requires_grad:
-        raise PlanError(
-            f"{CALL} needs all rows of the batch at a time, but the plan {plan.label} runs the batch as "
-            "micro-batches, each of which has some of them. Use a plan with pp=1, without micro-batches: "
-            "ParallelPlan(gradient_accumulation_steps=1, micro_batch_size=None). To save memory instead, use "
-            "recompute='full'"
-        )
 
 
 def _rows_of_ranks(x: Tensor, axis: Axis) -> list[int]:

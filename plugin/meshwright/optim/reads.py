@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import enum
 import sys
-from collections.abc import Callable, Iterator
-from types import FunctionType, MethodType, ModuleType
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from meshwright.optim.chained import members
+from meshwright.roles.brought import Brought
 
 ELEMENTWISE = (
     torch.optim.AdamW,
@@ -38,9 +38,6 @@ _OF_BITSANDBYTES = frozenset(
     for kind in ("Adam", "AdamW", "Lion", "RMSprop", "SGD", "Adagrad", "AdEMAMix")
     for bits in ("", "32bit")
 )
-
-
-_BESIDE_STEP = ("zero_grad", "state_dict", "load_state_dict", "add_param_group")  # which a step does not call
 
 
 class Reads(enum.StrEnum):
@@ -67,7 +64,11 @@ def is_known(optimizer: Optimizer) -> bool:
     """
     kind = type(optimizer)
     if kind in ELEMENTWISE:
-        return patched_step(optimizer) is None and not any(map(_is_foreign, _functions(optimizer)))
+        brought = Brought()
+        methods = [x for name, x in vars(optimizer).items() if callable(getattr(kind, name, None)) and name != "step"]
+        return (
+            patched_step(optimizer) is None and brought.is_stock_class(kind) and not any(map(brought.is_own, methods))
+        )
     library = sys.modules.get("bitsandbytes.optim")
     if kind.__name__ not in _OF_BITSANDBYTES or getattr(library, kind.__name__, None) is not kind:
         return False
@@ -93,56 +94,4 @@ def patched_step(optimizer: Optimizer) -> Callable[..., object] | None:
     torch's schedulers, which count the steps, replace it too.
     """
     own = vars(optimizer).get("step")
-    return None if own is None or not _is_foreign(own, inside=type(optimizer).step) else own
-
-
-def _functions(optimizer: Optimizer) -> Iterator[object]:
-    """Yield what a step of one of torch's optimizers may call: methods, and functions of its modules that they name."""
-    kinds = type(optimizer).__mro__[:-1]
-    own = {name: x for name, x in vars(optimizer).items() if callable(getattr(type(optimizer), name, None))}
-    found = [x for name, x in own.items() if name not in (*_BESIDE_STEP, "step")]
-    found += [x for kind in kinds for name, x in vars(kind).items() if name not in _BESIDE_STEP]
-    seen: set[int] = set()
-    while found:
-        function = found.pop()
-        if isinstance(function, classmethod | staticmethod | MethodType):
-            function = function.__func__
-        if id(function) in seen:
-            continue
-        seen.add(id(function))
-        yield function
-        if isinstance(function, FunctionType) and function.__globals__["__name__"].startswith("torch.optim"):
-            found += [vars(function).get("__wrapped__")]
-            found += [
-                x
-                for name in function.__code__.co_names
-                if isinstance(x := function.__globals__.get(name), FunctionType)
-            ]
-
-
-def _is_foreign(function: object, inside: object = None) -> bool:
-    """Return whether a function, or one that it wraps, is the program's: neither torch's nor Python's.
-
-    Args:
-        function: the function.
-        inside: a function that it may wrap, whoever has written that.
-    """
-    while True:
-        if isinstance(function, classmethod | staticmethod | MethodType):
-            function = function.__func__
-        if function is inside:
-            return False
-        if not isinstance(function, FunctionType):
-            return callable(function) and not isinstance(function, type | ModuleType) and _is_of_program(type(function))
-        if _is_of_program(function):
-            return True
-        if (wrapped := vars(function).get("__wrapped__")) is None:
-            return False
-        function = wrapped
-
-
-def _is_of_program(definition: FunctionType | type) -> bool:
-    # A wrapper has the name of the module that it wraps, but not its globals.
-    name = definition.__globals__["__name__"] if isinstance(definition, FunctionType) else definition.__module__
-    package = name.partition(".")[0]
-    return package not in ("torch", "meshwright", "typing_extensions") and package not in sys.stdlib_module_names
+    return None if own is None or not Brought().is_own(own, around=type(optimizer).step) else own

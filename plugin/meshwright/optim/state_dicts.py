@@ -47,13 +47,13 @@ def guard_optimizer(optimizer: Optimizer, runtime: Runtime) -> None:
 
     These are ``state_dict()``, ``load_state_dict()``, ``copy.deepcopy`` and ``optimizer.state[parameter]``.
     """
-    hooks, optimizers = _OptimizerState(runtime), [optimizer, *(x for x in members(optimizer) if x is not optimizer)]
-    what = hooks.part_of(optimizer)
+    optimizers = [optimizer, *(x for x in members(optimizer) if x is not optimizer)]
+    what = _part_of(optimizer, runtime)
     if what is not None:
         close_state(optimizers, what)
     for each in optimizers:
-        each.register_state_dict_pre_hook(hooks.refuse_shards)
-        each.register_load_state_dict_pre_hook(hooks.refuse_loading)
+        each.register_state_dict_pre_hook(functools.partial(_raise_for_part, runtime, "state_dict"))
+        each.register_load_state_dict_pre_hook(functools.partial(_raise_for_part, runtime, "load_state_dict"))
         if what is not None:  # torch leaves the hooks out of a copy, so it could not step parts
             each.__dict__["__deepcopy__"] = functools.partial(_refuse_copy, type(each).__name__)
 
@@ -177,37 +177,30 @@ def _refuse_copy(name: str, memo: dict[int, object]) -> None:
     )
 
 
-class _OptimizerState:
-    """The hooks of one optimizer."""
+_OF_OPTIMIZER = {
+    "state_dict": "hold a part of the state, and every rank that loads it would get the state of the rank that saved "
+    "it. On all ranks call meshwright.save_optimizer(model, optimizer, folder), and later "
+    "meshwright.load_optimizer(model, optimizer, folder) under any plan",
+    "load_state_dict": "replace this rank's part with whole tensors or another rank's part. Load a one-device state "
+    "before to_distributed, which keeps it; or on all ranks call meshwright.load_optimizer(model, optimizer, folder) "
+    "on a folder that meshwright.save_optimizer wrote",
+}
 
-    def __init__(self, runtime: Runtime):
-        self.runtime = runtime
 
-    def refuse_shards(self, optimizer: Optimizer) -> None:
-        if (what := self.part_of(optimizer)) is not None:
-            raise UnreadableTensorError(
-                f"{what}, so optimizer.state_dict() would hold a part of the state, and every rank that loads it would "
-                "get the state of the rank that saved it. On all ranks call meshwright.save_optimizer(model, "
-                "optimizer, folder), and later meshwright.load_optimizer(model, optimizer, folder) under any plan"
-            )
+def _raise_for_part(runtime: Runtime, call: str, optimizer: Optimizer, *_: object) -> None:
+    if (what := _part_of(optimizer, runtime)) is not None:
+        raise UnreadableTensorError(f"{what}, so optimizer.{call}() would {_OF_OPTIMIZER[call]}")
 
-    def refuse_loading(self, optimizer: Optimizer, state: dict[str, object]) -> None:
-        if (what := self.part_of(optimizer)) is not None:
-            raise UnreadableTensorError(
-                f"{what}, so optimizer.load_state_dict() would replace this rank's part with whole tensors or another "
-                "rank's part. Load a one-device state before to_distributed, which keeps it; or on all ranks call "
-                "meshwright.load_optimizer(model, optimizer, folder) on a folder that meshwright.save_optimizer wrote"
-            )
 
-    def part_of(self, optimizer: Optimizer) -> str | None:
-        """Return a text that says why this rank's state is only a part; None if the state is whole."""
-        if self.runtime.gradients.zero is not None:
-            slices = self.runtime.mesh.tokens.size
-            return f"under ZeRO this rank holds only one of the {slices} slices of the optimizer's state"
-        if self.runtime.mesh.pp.size > 1:
-            return f"each of the {self.runtime.mesh.pp.size} pipeline ranks holds the state of its own stages"
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        layouts = [layout_if_any(p) for p in parameters]
-        if any(layout is not None and layout.is_sharded for layout in layouts):
-            return "each rank holds the state of its own shards"
-        return None
+def _part_of(optimizer: Optimizer, runtime: Runtime) -> str | None:
+    """Return a text that says why this rank's state is only a part; None if the state is whole."""
+    if runtime.gradients.zero is not None:
+        slices = runtime.mesh.tokens.size
+        return f"under ZeRO this rank holds only one of the {slices} slices of the optimizer's state"
+    if runtime.mesh.pp.size > 1:
+        return f"each of the {runtime.mesh.pp.size} pipeline ranks holds the state of its own stages"
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    layouts = [layout_if_any(p) for p in parameters]
+    if any(layout is not None and layout.is_sharded for layout in layouts):
+        return "each rank holds the state of its own shards"
+    return None

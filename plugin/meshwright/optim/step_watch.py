@@ -44,14 +44,39 @@ class _StepWatch:
             return
         _look(optimizer, of, self._is_trusted)
         is_own = find_runtime(optimizer) is not None
-        if not self._has_told:
-            self._has_told = _warn_of_unused_zero(optimizer, of)
-        if not self._has_warned and of.mesh.tokens.size > 1 and not is_own:
-            self._has_warned = _warn_of_strangers(optimizer)
+        if of.mesh.tokens.size > 1:
+            self._warn(optimizer, of, is_own=is_own)
         # In a hook, what a window would show of a gradient is not the whole that the hook sees.
         is_in_hook = of.gradients.hooks is not None and of.gradients.hooks.is_running
         if of.mesh.pp.size > 1 and not is_own and not is_in_hook and of.gradients.are_stepped_by(optimizer):
             self._window.open(optimizer)
+
+    def _warn(self, optimizer: Optimizer, of: Runtime, *, is_own: bool) -> None:
+        """Warn once of an optimizer that ZeRO does not shard, and of parameters that are in no distributed model."""
+        stage = 0 if of.plan is None else of.plan.zero_stage
+        can_shard = stage in (1, 2) and not of.gradients.has_optimizer
+        if can_shard and not self._has_told and of.gradients.are_stepped_by(optimizer):
+            self._has_told = True
+            if dist.get_rank() == 0:
+                logger.warning(
+                    "this %s was made after the call and not passed to it, so zero_stage=%d shards nothing: each of "
+                    "the %d data-parallel ranks keeps the whole optimizer state. Pass it: model, optimizer, _ = "
+                    "meshwright.to_distributed(model, optimizer)",
+                    type(optimizer).__name__, stage, of.mesh.tokens.size,
+                )  # fmt: skip
+        if self._has_warned or is_own:
+            return
+        trained = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        strangers = [p for p in trained if not hasattr(p, "meshwright") and not isinstance(p, DTensor)]
+        if strangers:
+            self._has_warned = True
+            logger.warning(
+                "%s.step() trains %d parameter(s) that are in no distributed model (the first has shape %s). "
+                "Unless the program averages their gradients, each data-parallel rank steps them by its own rows' "
+                "gradients only, and the ranks' values diverge. Make them a part of the model before to_distributed, "
+                "or wrap the module that has them: meshwright.DataParallel(module)",
+                type(optimizer).__name__, len(strangers), list(strangers[0].shape),
+            )  # fmt: skip
 
     def after_step(self, optimizer: Optimizer) -> None:
         self._window.close()
@@ -88,36 +113,3 @@ def _look(optimizer: Optimizer, runtime: Runtime, is_trusted: bool) -> None:
         )
     if any(id(p) in stepped and layout_of(p).is_sharded for p in runtime.gradients.parameters):
         check_elementwise(optimizer, is_trusted=is_trusted, plan=runtime.plan)
-
-
-def _warn_of_unused_zero(optimizer: Optimizer, runtime: Runtime) -> bool:
-    """Warn of an optimizer that a plan with ZeRO does not shard, and return whether it is one."""
-    stage = 0 if runtime.plan is None else runtime.plan.zero_stage
-    if runtime.gradients.has_optimizer or runtime.mesh.tokens.size == 1 or stage not in (1, 2):
-        return False
-    found = runtime.gradients.are_stepped_by(optimizer)
-    if found and dist.get_rank() == 0:
-        logger.warning(
-            "this %s was made after the call and not passed to it, so zero_stage=%d shards nothing: each of the %d "
-            "data-parallel ranks keeps the whole optimizer state. Pass it: model, optimizer, _ = "
-            "meshwright.to_distributed(model, optimizer)",
-            type(optimizer).__name__, stage, runtime.mesh.tokens.size,
-        )  # fmt: skip
-    return found
-
-
-def _warn_of_strangers(optimizer: Optimizer) -> bool:
-    """Warn of trained parameters that are in no distributed model, and return whether there are any."""
-    trained = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    strangers = [p for p in trained if not hasattr(p, "meshwright") and not isinstance(p, DTensor)]
-    if strangers:
-        logger.warning(
-            "%s.step() trains %d parameter(s) that are in no distributed model (the first has shape %s). "
-            "Unless the program averages their gradients, each data-parallel rank steps them by its own rows' "
-            "gradients only, and the ranks' values diverge. Make them a part of the model before to_distributed, or "
-            "wrap the module that has them: meshwright.DataParallel(module)",
-            type(optimizer).__name__,
-            len(strangers),
-            list(strangers[0].shape),
-        )
-    return bool(strangers)

@@ -6,11 +6,10 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import MethodType
 
 from torch import nn
 
-from meshwright.roles.brought import LIBRARIES
+from meshwright.roles.brought import Brought, codes_of
 
 
 def has_foreign_hooks(module: nn.Module, *, backward: bool = False) -> bool:
@@ -80,13 +79,9 @@ def is_foreign(hook: Callable[..., object]) -> bool:
 
     A tool that watches a rank's parts sets ``hook.watches_parts = True``; its hooks are left as they are.
     """
-    if getattr(hook, "watches_parts", False):
-        return False
-    while isinstance(hook, functools.partial):
-        hook = hook.func
-    owner = getattr(hook, "__self__", None)
-    of_object = isinstance(hook, MethodType) and not isinstance(owner, type)
-    return (type(owner).__module__ if of_object else origin(hook)).split(".")[0] not in LIBRARIES
+    files, brought = [code.co_filename for code in codes_of(hook)], Brought()
+    is_of_library = bool(files) and all(map(brought.is_of_library, files))  # no library makes a function of C a hook
+    return not is_of_library and not getattr(hook, "watches_parts", False)
 
 
 def origin(hook: object) -> str:

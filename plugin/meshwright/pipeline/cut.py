@@ -95,8 +95,7 @@ def cut_decoder(decoder: nn.Module, structure: Decoder, plan: ParallelPlan, *, r
     ends = [0, *accumulate(sizes)]
     spans = tuple(range(low, high) for low, high in pairwise(ends))
     order = record_order(decoder, structure.layers)
-    _check_tokens(order, plan)
-    _check_mixed(order, [span.start for span in spans[1:]])
+    _check_crossing(order, plan, [span.start for span in spans[1:]])
     cut = Cut(
         layers=structure.layers,
         spans=spans,
@@ -111,23 +110,18 @@ def cut_decoder(decoder: nn.Module, structure: Decoder, plan: ParallelPlan, *, r
     return cut
 
 
-def _check_tokens(order: LayerOrder, plan: ParallelPlan) -> None:
-    """Raise if ranks would share the tokens of what crosses from stage to stage, and its dim of tokens is unknown."""
+def _check_crossing(order: LayerOrder, plan: ParallelPlan, starts: Sequence[int]) -> None:
+    """Raise if a stage cannot compute what its layers are given from what crosses the stages, or know its tokens."""
     axis = "cp=1" if plan.cp > 1 else "sequence_parallel=False" if plan.sequence_parallel else None
-    if axis is None or order.is_plain or (plan.cp == 1 and order.hidden_size is not None):
-        return
-    beside = sorted({one.name for of_layer in order.inputs for one in of_layer})
-    what = f"inputs beside their hidden states ({', '.join(beside)})" if beside else "hidden states of more dims"
-    raise PlanError(
-        f"the layers are given {what}, and it is not known to which tokens these belong where ranks share a row. Use "
-        f"ParallelPlan({axis}), or pp=1"
-    )
-
-
-def _check_mixed(order: LayerOrder, starts: Sequence[int]) -> None:
-    """Raise if the model combines, between layers of a later stage, their results with what an earlier stage has."""
-    for layer, (hidden, beside) in enumerate(zip(order.hidden, order.inputs, strict=True)):
-        for one in (hidden, *beside):
+    if axis is not None and not order.is_plain and (plan.cp > 1 or order.hidden_size is None):
+        beside = sorted({one.name for of_layer in order.inputs for one in of_layer})
+        what = f"inputs beside their hidden states ({', '.join(beside)})" if beside else "hidden states of more dims"
+        raise PlanError(
+            f"the layers are given {what}, and it is not known to which tokens these belong where ranks share a row. "
+            f"Use ParallelPlan({axis}), or pp=1"
+        )
+    for layer, (hidden, beside_it) in enumerate(zip(order.hidden, order.inputs, strict=True)):
+        for one in (hidden, *beside_it):
             if crossed := [start for start in starts if start <= layer and one.earliest < start <= one.source]:
                 what = "what comes before its layers" if one.earliest < 0 else f"the result of layer {one.earliest}"
                 raise PlanError(

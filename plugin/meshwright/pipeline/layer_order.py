@@ -75,7 +75,13 @@ def record_order(model: nn.Module, layers: tuple[nn.Module, ...]) -> LayerOrder:
         PlanError: if the layers cannot be cut into stages: one is at two places, they do not run once each and in
             order, or weights are used between them.
     """
-    _check_distinct(model, layers)
+    for layer in layers:
+        if layers.count(layer) > 1:
+            places = [name for name, module in model.named_modules(remove_duplicate=False) if module is layer]
+            raise PlanError(
+                f"{' and '.join(places)} are one module, and a pipeline runs each layer at one place. Use "
+                f"ParallelPlan(pp=1), or give each place a layer of its own: copy.deepcopy({places[0]})"
+            )
     recorder, output = _recorded(model, layers)
     names = {field.name for field in dataclasses.fields(output)} if dataclasses.is_dataclass(output) else set()
     if not isinstance(output, MutableMapping) or not {"loss", "logits"} <= {*output, *names}:
@@ -110,16 +116,6 @@ def _recorded(model: nn.Module, layers: tuple[nn.Module, ...]) -> tuple[_Recorde
             first = first or error
     assert first is not None
     raise first
-
-
-def _check_distinct(model: nn.Module, layers: tuple[nn.Module, ...]) -> None:
-    for layer in layers:
-        if layers.count(layer) > 1:
-            names = [name for name, module in model.named_modules(remove_duplicate=False) if module is layer]
-            raise PlanError(
-                f"{' and '.join(names)} are one module, and a pipeline runs each layer at one place. Use "
-                f"ParallelPlan(pp=1), or give each place a layer of its own: copy.deepcopy({names[0]})"
-            )
 
 
 class _Recorder:

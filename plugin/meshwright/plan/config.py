@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from typing import Any, Literal
@@ -108,74 +108,89 @@ class ParallelPlan(AxisSizes):
     dtype: str | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
+        if isinstance(self.reduce_dtype, torch.dtype):
+            object.__setattr__(self, "reduce_dtype", str(self.reduce_dtype).removeprefix("torch."))
         for name in (*PLAN_AXES, "ep", "etp", "gradient_accumulation_steps"):
             check_int("ParallelPlan", name, getattr(self, name))
-        check_int("ParallelPlan", "micro_batch_size", self.micro_batch_size, optional=True)
+        for name in ("micro_batch_size", "recomputed_layers", "ulysses", "chunks"):
+            check_int("ParallelPlan", name, getattr(self, name), optional=True)
         check_bool("ParallelPlan", "sequence_parallel", self.sequence_parallel)
-        check_choice("ParallelPlan", "zero_stage", self.zero_stage, (0, 1, 2, 3))
-        if self.recompute not in ("none", "full"):
-            raise PlanError(
-                f"ParallelPlan.recompute={self.recompute!r} is not available; use 'none' or 'full' (in words "
-                "recompute=full(3), of 3 layers)"
-            )
-        check_int("ParallelPlan", "recomputed_layers", self.recomputed_layers, optional=True)
-        if self.recomputed_layers is not None and self.recompute != "full":
-            raise PlanError(
-                f"ParallelPlan.recomputed_layers={self.recomputed_layers} counts the layers that recompute='full' "
-                f"recomputes, but recompute={self.recompute!r}; set recompute='full', or leave recomputed_layers out"
-            )
         check_type("ParallelPlan", "dtype", self.dtype, str, "a string such as 'bfloat16'")
-        self._check_reduction()
-        check_choice("ParallelPlan", "offload", self.offload, (None, "optimizer"))
+        for name, choices in _CHOICES.items():
+            check_choice("ParallelPlan", name, getattr(self, name), choices)
+        if self.stages is not None:
+            object.__setattr__(self, "stages", _stage_sizes(self.stages))
+        for problem in self._contradictions():
+            raise PlanError(f"ParallelPlan.{problem}")
+
+    def _contradictions(self) -> Iterator[str]:
+        """Yield what two fields say against each other, and what to write instead."""
+        if self.recompute not in ("none", "full"):
+            yield (
+                f"recompute={self.recompute!r} is not available; use 'none' or 'full' (in words recompute=full(3), of "
+                "3 layers)"
+            )
+        if self.recomputed_layers is not None and self.recompute != "full":
+            yield (
+                f"recomputed_layers={self.recomputed_layers} counts the layers that recompute='full' recomputes, but "
+                f"recompute={self.recompute!r}; set recompute='full', or leave recomputed_layers out"
+            )
+        if self.reduce_dtype is not None and self.dp * self.cp == 1:
+            yield (
+                f"reduce_dtype={self.reduce_dtype!r} is for gradients that travel over dp, but dp=1 and cp=1; leave it "
+                "out"
+            )
         if self.offload is not None and self.zero_stage == 0:
-            raise PlanError(
-                f"ParallelPlan.offload={self.offload!r} with zero_stage=0: the host steps the flat slices of ZeRO. Set "
+            yield (
+                f"offload={self.offload!r} with zero_stage=0: the host steps the flat slices of ZeRO. Set "
                 "zero_stage=1, also on one data-parallel rank, which then keeps all of the state"
             )
         if self.micro_batch_size is not None and self.gradient_accumulation_steps > 1:
-            raise PlanError(
-                f"ParallelPlan.micro_batch_size={self.micro_batch_size} and gradient_accumulation_steps="
+            yield (
+                f"micro_batch_size={self.micro_batch_size} and gradient_accumulation_steps="
                 f"{self.gradient_accumulation_steps} both split a rank's rows into micro-batches; set one of them"
             )
-        self._check_context()
-        self._check_experts()
-        self._check_pipeline()
-
-    def _check_reduction(self) -> None:
-        if isinstance(self.reduce_dtype, torch.dtype):
-            object.__setattr__(self, "reduce_dtype", str(self.reduce_dtype).removeprefix("torch."))
-        check_choice("ParallelPlan", "reduce_dtype", self.reduce_dtype, (None, "bfloat16"))
-        if self.reduce_dtype is not None and self.dp * self.cp == 1:
-            raise PlanError(
-                f"ParallelPlan.reduce_dtype={self.reduce_dtype!r} is for gradients that travel over dp, but dp=1 and "
-                "cp=1; leave it out"
+        is_hybrid, size = self.context == "hybrid" and self.cp > 1, self.ulysses
+        if is_hybrid and (size is None or self.cp % size or size in (1, self.cp)):
+            yield (
+                f"context='hybrid' with ulysses={size} and cp={self.cp}: set ulysses to the number of ranks that "
+                "exchange heads, a divisor of cp between 1 and cp; or use context='ulysses' or 'ring'"
             )
-
-    def _check_context(self) -> None:
-        check_choice("ParallelPlan", "context", self.context, ("gather", "ulysses", "ring", "hybrid"))
-        check_int("ParallelPlan", "ulysses", self.ulysses, optional=True)
-        if self.context == "hybrid" and self.cp > 1:
-            size = self.ulysses
-            if size is None or self.cp % size or size in (1, self.cp):
-                raise PlanError(
-                    f"ParallelPlan.context='hybrid' with ulysses={size} and cp={self.cp}: set ulysses to the number of "
-                    "ranks that exchange heads, a divisor of cp between 1 and cp; or use context='ulysses' or 'ring'"
-                )
-        elif self.ulysses is not None:
-            raise PlanError(
-                f"ParallelPlan.ulysses={self.ulysses} is the size of the groups of context='hybrid' under cp > 1, but "
+        if size is not None and not is_hybrid:
+            yield (
+                f"ulysses={size} is the size of the groups of context='hybrid' under cp > 1, but "
                 f"context={self.context!r} and cp={self.cp}; leave it out"
             )
-
-    def _check_experts(self) -> None:
         ranks, shared = self.dp * self.cp * self.tp, self.ep * self.etp
-        name = "ep" if self.etp == 1 else "ep x etp"
         if not self.can_share_experts(shared):
+            name = "ep" if self.etp == 1 else "ep x etp"
             fitting = filter(self.can_share_experts, range(1, min(ranks, 2 * shared) + 1))
-            raise PlanError(
-                f"ParallelPlan.{name}={shared} with dp={self.dp}, cp={self.cp} and tp={self.tp}: each {shared} "
-                f"neighbours of these {ranks} ranks would share experts, within or over whole groups of tp. Set {name} "
-                f"to {' or '.join(map(str, fitting))}"
+            yield (
+                f"{name}={shared} with dp={self.dp}, cp={self.cp} and tp={self.tp}: each {shared} neighbours of these "
+                f"{ranks} ranks would share experts, within or over whole groups of tp. Set {name} to "
+                f"{' or '.join(map(str, fitting))}"
+            )
+        try:
+            count = self.pp * chunks_of(self.schedule, self.chunks)
+        except ValueError as error:
+            raise PlanError(f"ParallelPlan: {error}") from None
+        for name in ("chunks", "stages") if self.pp == 1 else ():
+            if (value := getattr(self, name)) is not None:
+                yield f"{name}={value} describes a pipeline, but pp=1; set pp, or leave {name} out"
+        if self.stages is not None and len(self.stages) != count:
+            yield (
+                f"stages={self.stages} has {len(self.stages)} stages, but pp={self.pp} x {self.stages_per_rank} on "
+                f"each rank makes {count}; give one number of layers for each stage"
+            )
+        if self.pp > 1 and self.zero_stage > 1:
+            yield (
+                f"zero_stage={self.zero_stage} with pp={self.pp} would reduce or gather every weight once for each "
+                "micro-batch; set zero_stage=1, which shards the optimizer's state"
+            )
+        if self.pp > 1 and self.recompute == "full" and self.schedule in SPLIT_BACKWARD:
+            yield (
+                f"recompute='full' with schedule={self.schedule!r}: the schedule computes the gradients of weights "
+                "apart from a layer that was recomputed and freed; set recompute='none' or schedule='1f1b'"
             )
 
     @property
@@ -192,39 +207,6 @@ class ParallelPlan(AxisSizes):
     def spreads_experts_over_dp(self) -> bool:
         """Whether ranks that read different rows of a batch share experts."""
         return self.cp * self.tp % (self.ep * self.etp) > 0
-
-    def _check_pipeline(self) -> None:
-        check_choice("ParallelPlan", "schedule", self.schedule, SCHEDULES)
-        check_int("ParallelPlan", "chunks", self.chunks, optional=True)
-        if self.stages is not None:
-            object.__setattr__(self, "stages", _stage_sizes(self.stages))
-        try:
-            count = self.pp * chunks_of(self.schedule, self.chunks)
-        except ValueError as error:
-            raise PlanError(f"ParallelPlan: {error}") from None
-        if self.pp == 1:
-            for name in ("chunks", "stages"):
-                if getattr(self, name) is not None:
-                    raise PlanError(
-                        f"ParallelPlan.{name}={getattr(self, name)} describes a pipeline, but pp=1; set pp, or leave "
-                        f"{name} out"
-                    )
-            return
-        if self.stages is not None and len(self.stages) != count:
-            raise PlanError(
-                f"ParallelPlan.stages={self.stages} has {len(self.stages)} stages, but pp={self.pp} x "
-                f"{self.stages_per_rank} on each rank makes {count}; give one number of layers for each stage"
-            )
-        if self.zero_stage > 1:
-            raise PlanError(
-                f"ParallelPlan.zero_stage={self.zero_stage} with pp={self.pp} would reduce or gather every weight once "
-                "for each micro-batch; set zero_stage=1, which shards the optimizer's state"
-            )
-        if self.recompute == "full" and self.schedule in SPLIT_BACKWARD:
-            raise PlanError(
-                f"ParallelPlan.recompute='full' with schedule={self.schedule!r}: the schedule computes the gradients "
-                "of weights apart from a layer that was recomputed and freed; set recompute='none' or schedule='1f1b'"
-            )
 
     @property
     def stages_per_rank(self) -> int:
@@ -263,6 +245,15 @@ class ParallelPlan(AxisSizes):
 
     def __repr__(self) -> str:
         return f"ParallelPlan({', '.join(f'{name}={value!r}' for name, value in self.changed.items())})"
+
+
+_CHOICES: Mapping[str, Sequence[object]] = {
+    "zero_stage": (0, 1, 2, 3),
+    "reduce_dtype": (None, "bfloat16"),
+    "offload": (None, "optimizer"),
+    "context": ("gather", "ulysses", "ring", "hybrid"),
+    "schedule": SCHEDULES,
+}
 
 
 def _stage_sizes(stages: object) -> tuple[int, ...]:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import functools
 import inspect
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from meshwright.errors import PlanError
 
-C = TypeVar("C", bound=type)
-P = ParamSpec("P")
+C = TypeVar("C", bound=Callable[..., Any])
 R = TypeVar("R")
 
 
@@ -46,28 +44,6 @@ def unknown_field(
     return f"{owner} has no {kind} {name!r}; {cure}. Its {kind}s are {', '.join(known)}"
 
 
-def keywords_checked(elsewhere: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator that makes a function raise a PlanError, not a TypeError, for a keyword that it does not have.
-
-    Args:
-        elsewhere: keyword of another framework -> what to write here.
-    """
-
-    def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        known = list(inspect.signature(function).parameters)
-
-        @functools.wraps(function)
-        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-            for name in kwargs:
-                if name not in known:
-                    raise PlanError(unknown_field(function.__name__, name, known, elsewhere, kind="argument"))
-            return function(*args, **kwargs)
-
-        return checked
-
-    return decorate
-
-
 def either_name(owner: str, dataloader: R | None, loader: R | None) -> R | None:
     """Return a call's loader, which may be passed under either of two names.
 
@@ -80,31 +56,38 @@ def either_name(owner: str, dataloader: R | None, loader: R | None) -> R | None:
 
 
 def names_checked(elsewhere: Mapping[str, str] | None = None) -> Callable[[C], C]:
-    """Return a decorator that makes a keyword-only dataclass raise a PlanError, not a TypeError, for a wrong argument.
+    """Return a decorator that makes a function or a keyword-only dataclass raise a PlanError for a wrong name.
+
+    Python would raise a TypeError, which does not say what to write instead.
 
     Args:
         elsewhere: name in another framework -> what to write here.
     """
 
-    def decorate(cls: C) -> C:
-        init: Any = cls.__init__  # type: ignore[misc]
-        known = [field.name for field in dataclasses.fields(cls) if field.init]
+    def decorate(owner: C) -> C:
+        is_class = isinstance(owner, type)
+        target: Any = owner
+        called = target.__init__ if is_class else target
+        known = list(inspect.signature(called).parameters)[is_class:]
+        kind = "field" if is_class else "argument"
 
-        @functools.wraps(init)
-        def checked(self: object, *args: object, **kwargs: object) -> None:
-            if args:
+        @functools.wraps(called)
+        def named(*args: object, **kwargs: object) -> object:
+            if is_class and len(args) > 1:
                 raise PlanError(
-                    f"{cls.__name__} takes its fields by name, but got {args[0]!r} by position; write "
-                    f"{cls.__name__}({known[0]}={args[0]!r})"
+                    f"{owner.__name__} takes its fields by name, but got {args[1]!r} by position; write "
+                    f"{owner.__name__}({known[0]}={args[1]!r})"
                 )
             for name in kwargs:
                 if name not in known:
-                    raise PlanError(unknown_field(cls.__name__, name, known, elsewhere))
-            init(self, **kwargs)
+                    raise PlanError(unknown_field(owner.__name__, name, known, elsewhere, kind=kind))
+            return called(*args, **kwargs)
 
-        checked.__signature__ = inspect.signature(init)  # type: ignore[attr-defined]
-        cls.__init__ = checked  # type: ignore[misc]
-        return cls
+        named.__signature__ = inspect.signature(called)  # type: ignore[attr-defined]
+        if not is_class:
+            return named  # type: ignore[return-value]
+        target.__init__ = named
+        return owner
 
     return decorate
 

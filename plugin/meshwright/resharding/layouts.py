@@ -119,8 +119,15 @@ def make_layout(mesh: ProcessMesh | DeviceMesh, placements: Sequence[Placement],
             outside the world, or the groups of a ``DeviceMesh`` are in another order than its ranks.
     """
     grid = process_mesh(mesh)
-    if isinstance(mesh, DeviceMesh):
-        _check_order(mesh, grid)
+    rank = dist.get_rank()
+    if isinstance(mesh, DeviceMesh) and rank in grid:
+        orders = {name: dist.get_process_group_ranks(mesh.get_group(i)) for i, name in enumerate(grid.dim_names)}
+        for name, order in orders.items():
+            if tuple(order) != grid.axis_ranks(rank, name):
+                raise ValueError(
+                    f"torch sorted the ranks {grid.axis_ranks(rank, name)} of axis {name!r} into {tuple(order)}, so "
+                    "its collectives would mix up the parts; pass a ProcessMesh, which keeps the order"
+                )
     if max(grid.ranks) >= (world_size := dist.get_world_size()):
         raise ValueError(
             f"rank {max(grid.ranks)} is outside the world of {world_size} ranks; launch with: torchrun "
@@ -208,18 +215,6 @@ def check_dtype(dtype: torch.dtype, layout: Layout) -> None:
             raise ValueError(f"Partial({op!r}) of {dtype}: complex numbers have no order; use sum or avg")
         if dtype not in COLLECTIVE_DTYPES:
             raise ValueError(f"Partial({op!r}) of {dtype}: backends do not reduce it; convert to another dtype first")
-
-
-def _check_order(mesh: DeviceMesh, grid: ProcessMesh) -> None:
-    if (rank := dist.get_rank()) not in grid:
-        return
-    for axis, name in enumerate(grid.dim_names):
-        order = tuple(dist.get_process_group_ranks(mesh.get_group(axis)))
-        if order != grid.axis_ranks(rank, name):
-            raise ValueError(
-                f"torch sorted the ranks {grid.axis_ranks(rank, name)} of axis {name!r} into {order}, so its "
-                f"collectives would mix up the parts; pass a ProcessMesh, which keeps the order"
-            )
 
 
 def _checked(placement: Placement, ndim: int) -> Placement:

@@ -6,6 +6,8 @@ and ``lora_B``. PEFT wraps the model in modules of its own. ``meshwright`` does 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import nn
 
 from meshwright.errors import PlanError
@@ -45,49 +47,42 @@ def wrapped(model: nn.Module) -> tuple[str, nn.Module] | None:
     return None if name is None else (name, children[name])
 
 
-def refuse_unloading(model: nn.Module, axes: str) -> None:
-    """Make the methods that remove adapters raise, since they would remove the runtime's hooks as well.
+_UNLOADING = ("merge_and_unload", "unload")
+_MERGING = ("merge_adapter", "unmerge_adapter", *_UNLOADING)
+
+
+def close_changes(model: nn.Module, *, axes: Sequence[str], is_gathered: bool, is_packed: bool) -> None:
+    """Make the methods raise that would change or remove what a distributed model has in parts, or its hooks.
 
     Args:
-        model: the model.
-        axes: the axes over which the model's weights are cut, for the message.
+        model: the model, in PEFT's wrappers if it has any.
+        axes: the axes over which the model's weights are cut.
+        is_gathered: whether the weights are gathered for each layer, as under ZeRO stage 3.
+        is_packed: whether there are quantised weights, which PEFT would quantise again, with other statistics.
     """
-    _refuse(
-        model,
-        ("merge_and_unload", "unload"),
-        f"adapters cannot be removed from a model that is cut over {axes}. To continue training with merged weights, "
-        "call merge_adapter(). To get a plain model, call model.save_pretrained(...), which writes the adapters, "
-        "and merge them into the base model in one process",
-    )
-
-
-def refuse_merging(model: nn.Module) -> None:
-    """Make the methods that merge adapters raise, since under ZeRO stage 3 no rank has the whole weights."""
-    _refuse(
-        model,
-        ("merge_adapter", "unmerge_adapter", "merge_and_unload", "unload"),
-        "under ZeRO stage 3 no rank has the whole weights, so adapters cannot be merged into them. Call "
-        "model.save_pretrained(...), which writes the adapters, and merge them into the base model in one process; or "
-        "use ParallelPlan(zero_stage=2)",
-    )
-
-
-def refuse_merging_packed(model: nn.Module) -> None:
-    """Make the methods that merge adapters raise, since PEFT would quantise the sum again, with other statistics."""
-    _refuse(
-        model,
-        ("merge_adapter", "unmerge_adapter", "merge_and_unload", "unload"),
-        "merging adapters into quantised weights would quantise these again, each rank its part. Call "
-        "model.save_pretrained(...), which writes the adapters, and merge them into the base model in one process",
-    )
-
-
-def refuse_resizing(model: nn.Module) -> None:
-    """Make ``resize_token_embeddings`` raise, on the decoder and on its wrappers."""
-
+    alone = "model.save_pretrained(...), which writes the adapters, and merge them into the base model in one process"
+    messages: dict[str, str] = {}
+    if axes:
+        messages |= dict.fromkeys(
+            _UNLOADING,
+            f"adapters cannot be removed from a model that is cut over {' and '.join(axes)}. To continue training with "
+            f"merged weights, call merge_adapter(). To get a plain model, call {alone}",
+        )
+    if is_gathered:
+        why = "under ZeRO stage 3 no rank has the whole weights, so adapters cannot be merged into them"
+        messages |= dict.fromkeys(_MERGING, f"{why}. Call {alone}; or use ParallelPlan(zero_stage=2)")
+    if is_packed:
+        why = "merging adapters into quantised weights would quantise these again, each rank its part"
+        messages |= dict.fromkeys(_MERGING, f"{why}. Call {alone}")
+    part = model
+    while messages and (child := wrapped(part)) is not None:
+        for name, message in messages.items():
+            if hasattr(part, name):
+                _close(part, name, message)
+        part = child[1]
     for part in model.modules():
         if hasattr(part, "resize_token_embeddings"):
-            _replace_by_error(
+            _close(
                 part,
                 "resize_token_embeddings",
                 "resize_token_embeddings after to_distributed would make new parameters that no rank synchronises or "
@@ -95,19 +90,11 @@ def refuse_resizing(model: nn.Module) -> None:
             )
 
 
-def _refuse(model: nn.Module, methods: tuple[str, ...], message: str) -> None:
-    while (child := wrapped(model)) is not None:
-        for name in methods:
-            if hasattr(model, name):
-                _replace_by_error(model, name, message)
-        model = child[1]
-
-
-def _replace_by_error(part: nn.Module, name: str, message: str) -> None:
-    def refuse(*_: object, **__: object) -> None:
+def _close(part: nn.Module, name: str, message: str) -> None:
+    def closed(*_: object, **__: object) -> None:
         raise PlanError(message)
 
-    replace_method(part, name, refuse)
+    replace_method(part, name, closed)
 
 
 def check_methods(model: nn.Module, axes: list[str], *, has_micro_batches: bool) -> None:

@@ -1,4 +1,6 @@
-"""Tells what a program brought into a model from the libraries' own classes, by the code that runs and not by names.
+"""Tells what a program brought from the code of the libraries, by the code that runs and not by names.
+
+Modules, the steps of optimizers and hooks are told alike.
 
 The project's tests show that tp computes the libraries' own families as one device does. Nothing shows this of what
 the program brought: a class or a function of its own, one that it put in place of a library's, or a combination that
@@ -14,15 +16,18 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import typing_extensions
 from torch import nn
 
 from meshwright.roles.linear_kernel import kernel_of
 
 # What these put into a model is not the program's.
-LIBRARIES = (
+LIBRARIES = {
     "meshwright", "meshwright_hf", "torch", "transformers", "peft", "trl", "accelerate", "deepspeed", "bitsandbytes",
     "torchao",
-)  # fmt: skip
+}  # fmt: skip
+_roots: dict[str, str] = {}  # the folders of those that were imported
+_PYTHON = os.path.dirname(os.__file__) + os.sep
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict)
 
 # The classes of torch that compute each channel by itself, or whose weights have a role of their own.
@@ -51,9 +56,9 @@ class Brought:
     """
 
     def __init__(self) -> None:
-        self._roots = {name: root for name in LIBRARIES if (root := _root(name)) is not None}
-        self._prefixes = tuple(self._roots.values())
-        self._python = os.path.dirname(os.__file__) + os.sep
+        for library in (LIBRARIES - _roots.keys()) & sys.modules.keys():
+            _roots[library] = os.path.dirname(getattr(sys.modules[library], "__file__", None) or "/") + os.sep
+        self._prefixes = tuple(_roots.values())
         self._stock: dict[type, bool] = {}
 
     def inside(self, module: nn.Module) -> list[str]:
@@ -63,27 +68,34 @@ class Brought:
     def code_of(self, module: nn.Module) -> types.CodeType | None:
         """Return the program's code in a module's forward, or the library's if all is a library's."""
         found = list(codes_of(module.forward))
-        return next((code for code in found if not self._is_of_library(code.co_filename)), next(iter(found), None))
+        return next((code for code in found if not self.is_of_library(code.co_filename)), next(iter(found), None))
 
-    def is_own(self, function: Callable[..., Any]) -> bool:
-        """Return whether a callable runs code of the program, in itself or in a function that it holds."""
-        return any(not self._is_of_library(code.co_filename) for code in codes_of(function))
+    def is_own(self, function: Callable[..., Any], around: object = None) -> bool:
+        """Return whether a callable runs code of the program, in itself or in a function that it holds.
 
-    def _is_of_library(self, file: str) -> bool:
-        of_python = file.startswith(self._python) and "-packages" not in file
-        return of_python or file.startswith(self._prefixes)
+        Args:
+            function: the callable.
+            around: a function that it may hold, whoever has written that.
+        """
+        held = set(codes_of(around))
+        return any(not self.is_of_library(code.co_filename) for code in codes_of(function) if code not in held)
+
+    def is_of_library(self, file: str) -> bool:
+        """Return whether a file with code is a library's or Python's."""
+        of_python = file.startswith((_PYTHON, "<frozen ")) and "-packages" not in file
+        return of_python or file.startswith(self._prefixes) or file == typing_extensions.__file__  # of decorators
 
     def _is_stock(self, module: nn.Module, owner: nn.Module | None) -> bool:
-        kind = type(module)
-        if kind not in self._stock:
-            self._stock[kind] = self._is_stock_class(kind)
-        return self._stock[kind] and self._has_stock_attributes(module) and self._fits(module, owner)
+        return self.is_stock_class(type(module)) and self._has_stock_attributes(module) and self._fits(module, owner)
 
-    def _is_stock_class(self, kind: type) -> bool:
+    def is_stock_class(self, kind: type) -> bool:
         """Return whether all that a class and its bases do is code of the libraries, which calls only such code."""
-        of_libraries = [base for base in kind.__mro__ if base not in (nn.Module, object)]
-        functions = [x for base in of_libraries for x in vars(base).values() if callable(x) or _is_descriptor(x)]
-        return not any(self.is_own(x) or self._calls_own(x) for x in functions if not isinstance(x, type))
+        if kind not in self._stock:
+            of_libraries = [base for base in kind.__mro__ if base not in (nn.Module, object)]
+            functions = [x for base in of_libraries for x in vars(base).values() if callable(x) or _is_descriptor(x)]
+            functions = [x for x in functions if not isinstance(x, type)]
+            self._stock[kind] = not any(self.is_own(x) or self._calls_own(x) for x in functions)
+        return self._stock[kind]
 
     def _calls_own(self, function: Any) -> bool:
         """Return whether a function calls one that the program has put into the module of a library."""
@@ -117,9 +129,9 @@ class Brought:
         if kind in _NORMS:
             return bool(module._parameters.get("weight") is not None)
         file = _file_of(kind)
-        if file.startswith(self._roots.get("transformers", "/")):
+        if file.startswith(_roots.get("transformers", "/")):
             return file in map(_file_of, type(owner).__mro__) or os.path.basename(file) == "activations.py"
-        return not file.startswith(self._roots["torch"]) or "parametrize" in file
+        return not file.startswith(_roots["torch"]) or "parametrize" in file
 
 
 def codes_of(function: Any) -> Iterator[types.CodeType]:
@@ -179,11 +191,6 @@ def _is_registry(x: object) -> bool:
 def _file_of(kind: type) -> str:
     module = sys.modules.get(kind.__module__)
     return getattr(module, "__file__", None) or ""
-
-
-def _root(library: str) -> str | None:
-    file = getattr(sys.modules.get(library), "__file__", None)
-    return None if file is None else os.path.dirname(file) + os.sep
 
 
 def _with_owners(module: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module | None]]:

@@ -180,23 +180,19 @@ class HostWaitMode(TorchDispatchMode):
         if func.namespace == "c10d":
             self._collective(func, args, kwargs, given)
             return func(*args, **kwargs)
-        if any(x.is_cuda for x in given):
-            self._check_waits(func, name, args, given)
+        masked = func._opname in ("index", "index_put_") and any(x.dtype == torch.bool for x in given[1:])
+        repeats = func._opname == "repeat_interleave" and len(args) < 4
+        if any(x.is_cuda for x in given) and (name in _READ_BY_HOST or masked or repeats):
+            self.host_waits(func._opname)
         if self.step >= 0 and (self._pending or self._arriving) and not _is_view(func):
-            self._check_early(func, args, kwargs, given)
+            self._see_early(func, args, kwargs, given)
         if name in ("aten::_local_scalar_dense", "aten::equal") and isinstance(args[0], FakeTensor):
             return _value_of(args[0].dtype) if name != "aten::equal" else True  # with which a step can continue
         result = func(*args, **kwargs)
-        self._check_copy(name, args, kwargs, result)
+        self._see_copy(name, args, kwargs, result)
         return result
 
-    def _check_waits(self, func: OpOverload, name: str, args: _Args, given: list[Tensor]) -> None:
-        masked = func._opname in ("index", "index_put_") and any(x.dtype == torch.bool for x in given[1:])
-        repeats = func._opname == "repeat_interleave" and len(args) < 4
-        if name in _READ_BY_HOST or masked or repeats:
-            self.host_waits(func._opname)
-
-    def _check_early(self, func: OpOverload, args: _Args, kwargs: _Kwargs, given: list[Tensor]) -> None:
+    def _see_early(self, func: OpOverload, args: _Args, kwargs: _Kwargs, given: list[Tensor]) -> None:
         used, changed = set(map(_memory_of, given)), set(map(_memory_of, _changed_by(func, args, kwargs)))
         # The device makes its copies in order, also those into parts of the same memory.
         is_by_host = func.namespace != "prim" and not (func._opname == "copy_" and args[1].is_cuda)
@@ -209,7 +205,7 @@ class HostWaitMode(TorchDispatchMode):
         for what in found:
             self.early[f"{what}: {func._opname} in {_place()}"] += 1
 
-    def _check_copy(self, name: str, args: _Args, kwargs: _Kwargs, result: Any) -> None:
+    def _see_copy(self, name: str, args: _Args, kwargs: _Kwargs, result: Any) -> None:
         if name not in _ENTERS or self.step < 0 or not isinstance(result, Tensor):
             return
         source = args[1] if name == "aten::copy_" else args[0]

@@ -28,11 +28,7 @@ def read_same(folder: Path, read: Callable[[], tuple[T, str]]) -> T:
 
 
 def check_same(folder: Path, digests: list[str]) -> None:
-    """Check the digests that the ranks have of what they see in a folder.
-
-    Raises:
-        CheckpointError: if they differ; it names the ranks.
-    """
+    """Raise a CheckpointError that names the ranks, if they have read other digests in a folder than rank 0."""
     if others := [rank for rank, other in enumerate(digests) if other != digests[0]]:
         raise CheckpointError(
             f"rank(s) {', '.join(map(str, others))} see another checkpoint in {folder} than rank 0; copy one to every "

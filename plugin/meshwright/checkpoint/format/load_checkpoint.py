@@ -129,7 +129,10 @@ def load_checkpoint(
             check_states(opened.folder / NAME, manifest, _chosen(given, used))
             if optimizer is None or "optimizer" not in used:
                 return used, weights, None
-            return used, weights, _checked_optimizer(run, optimizer, opened, saved)
+            assert manifest.optimizer is not None
+            found, described = parts_of(run.model, optimizer), OptimizerManifest(**manifest.optimizer)
+            check_fits(opened.folder, described, saved, found)
+            return used, weights, (found, described)
 
         def read() -> ReadState:
             _read_weights(runtime, weights, saved)
@@ -220,15 +223,6 @@ def _names(opened: OpenCheckpoint, tensors: dict[str, RankTensor], ties: dict[st
 # For each of the model's tensors: its key in the checkpoint, what this rank has of it, and the tensor itself.
 _Weights = list[tuple[str, RankTensor, Tensor]]
 _Optimizer = tuple[OptimizerParts, OptimizerManifest]
-
-
-def _checked_optimizer(run: Run, optimizer: Optimizer, opened: OpenCheckpoint, saved: _SavedState) -> _Optimizer:
-    """Check that the checkpoint's optimizer is this one."""
-    found = parts_of(run.model, optimizer)
-    assert opened.manifest.optimizer is not None
-    described = OptimizerManifest(**opened.manifest.optimizer)
-    check_fits(opened.folder, described, saved, found)
-    return found, described
 
 
 class _SavedState:

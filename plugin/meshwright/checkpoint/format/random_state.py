@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 
 from meshwright.data.shuffling import GENERATOR, decoded, encoded
 from meshwright.errors import CheckpointError
-from meshwright.schema import equal, integer, maybe, number, record, require, row, that
+from meshwright.schema import anything, equal, integer, maybe, number, record, require, row, table, that
 
 Random = dict[str, Any]
 
@@ -75,23 +76,24 @@ def check_random_state(state: object, device: torch.device, where: str) -> None:
     require(state, _STATES, f"{where}: its random state")
 
 
-def check_states_of_others(python: Sequence[Any], numpy: Sequence[Any], cpu: torch.Tensor, where: str) -> None:
+def check_states_of_others(state: Any, names: tuple[str, str, str], path: Path) -> None:
     """Check random states as the Trainer and accelerate save them, which restore them unchecked.
 
     Args:
-        python: what ``random.getstate`` returned.
-        numpy: what ``numpy.random.get_state`` returned.
-        cpu: what ``torch.get_rng_state`` returned.
-        where: the file, for messages.
+        state: what was read.
+        names: under which it has what ``random.getstate``, ``numpy.random.get_state`` and ``torch.get_rng_state``
+            returned.
+        path: the file, for messages.
 
     Raises:
-        CheckpointError: if one of them is damaged; it names it and ``where``.
+        CheckpointError: if one of them is damaged; it names it and the file.
     """
+    require(state, table(anything), path)
     try:
-        state = _encoded(python, numpy, cpu)
+        encoded_state = _encoded(*map(state.get, names))
     except (ValueError, TypeError, AttributeError, RuntimeError) as error:
-        raise CheckpointError(f"{where} has a damaged random state: {error}") from error
-    require(state, _STATES, f"{where}: its random state")
+        raise CheckpointError(f"{path} has a damaged random state: {error}") from error
+    require(encoded_state, _STATES, f"{path}: its random state")
 
 
 def _encoded(python: Sequence[Any], numpy: Any, cpu: torch.Tensor) -> Random:

@@ -83,8 +83,13 @@ def save_checkpoint(
     background.wait()
     target = Path(os.path.abspath(folder))
     objects = {"loader": loader, "scheduler": scheduler, "scaler": scaler}
-    if scheduler is None and optimizer is not None:
-        _warn_of_scheduler(optimizer)
+    groups = [] if optimizer is None else optimizer.param_groups
+    if scheduler is None and is_first_rank() and any("initial_lr" in group for group in groups):  # by a scheduler
+        warnings.warn(
+            "the optimizer has a learning rate scheduler, but save_checkpoint was not given it, so a resumed run would "
+            "begin the schedule anew; pass scheduler=... to save_checkpoint and load_checkpoint",
+            stacklevel=2,
+        )
     # The ranks agree in a thread on what each of them writes. Memory of other devices is too scarce to wait for that.
     plans_later = asynchronous and run.device.type == "cpu"
 
@@ -111,17 +116,6 @@ def save_checkpoint(
                 progress.start(job.num_bytes)
                 job.run(None, progress.add)
     return target
-
-
-def _warn_of_scheduler(optimizer: Optimizer) -> None:
-    """Warn on the first rank, once per line that saves, if a scheduler that is not saved changes the learning rate."""
-    # torch's schedulers write initial_lr into the groups of their optimizer.
-    if is_first_rank() and any("initial_lr" in group for group in optimizer.param_groups):
-        warnings.warn(
-            "the optimizer has a learning rate scheduler, but save_checkpoint was not given it, so a resumed run would "
-            "begin the schedule anew; pass scheduler=... to save_checkpoint and load_checkpoint",
-            stacklevel=3,
-        )
 
 
 def _checked(objects: Mapping[str, object], extra: object, step: int | None, keep: int | None) -> dict[str, object]:

@@ -71,8 +71,20 @@ def check_fits(folder: Path, manifest: OptimizerManifest, saved_state: SavedStat
         raise CheckpointError(
             f"the optimizer state in {folder} does not fit this model and optimizer:\n  {some(problems)}"
         )
-    for index, (group, options) in enumerate(zip(found.optimizer.param_groups, manifest.groups, strict=True)):
-        _check_options(folder, f"group {index}", group, options["options"], found.optimizer.defaults)
+    for index, (group, described) in enumerate(zip(found.optimizer.param_groups, manifest.groups, strict=True)):
+        wanted = found.optimizer.defaults.keys() - IMPLEMENTATION
+        if lost := sorted(wanted - described["options"].keys()):
+            raise CheckpointError(
+                f"{folder} has no option {lost[0]!r} in group {index} of the optimizer: it is damaged, or of another "
+                "torch"
+            )
+        for key in sorted(described["options"].keys() & group.keys() - IMPLEMENTATION):
+            value = decode(described["options"][key])
+            if _kind(value) != _kind(group[key]) and value is not None and group[key] is not None:
+                raise CheckpointError(
+                    f"{folder} is damaged: the option {key!r} in group {index} of the optimizer is {value!r}, and a "
+                    f"{_kind(group[key])} in this optimizer"
+                )
     _check_state_names(folder, manifest, found)
     expected = [state_key(name, key) for name, keys in manifest.tensors.items() for key in keys]
     expected += [master_key(name) for name in manifest.masters]
@@ -141,24 +153,6 @@ def _state_names(kind: Any) -> tuple[set[str], set[str], set[str]]:
         found.append(set(state))
         numbers |= {key for key, value in state.items() if not isinstance(value, Tensor | None)}
     return (set.intersection(*found), set.union(*found), numbers) if found else (set(), set(), set())
-
-
-def _check_options(
-    folder: Path, what: str, group: dict[str, object], saved: dict[str, object], defaults: dict[str, object]
-) -> None:
-    """Check the options of a group against those of the optimizer."""
-    wanted = defaults.keys() - IMPLEMENTATION
-    if lost := sorted(wanted - saved.keys()):
-        raise CheckpointError(
-            f"{folder} has no option {lost[0]!r} in {what} of the optimizer: it is damaged, or of another torch"
-        )
-    for key in sorted(saved.keys() & group.keys() - IMPLEMENTATION):
-        value = decode(saved[key])
-        if _kind(value) != _kind(group[key]) and value is not None and group[key] is not None:
-            raise CheckpointError(
-                f"{folder} is damaged: the option {key!r} in {what} of the optimizer is {value!r}, and a "
-                f"{_kind(group[key])} in this optimizer"
-            )
 
 
 def _kind(value: object) -> str:

@@ -66,7 +66,13 @@ class _FullSave(ChainStep):
         model, save_pretrained = self.model, self.method
         runtime = runtime_of(model)
         call = _bind(save_pretrained, save_directory, *args, **kwargs)
-        _check_values(model)
+        saves_adapters = wrapped(model) is not None or getattr(model, "_hf_peft_config_loaded", False)
+        if not saves_adapters and (packed := [name for name, _, _ in packed_modules(model)]):
+            raise PlanError(
+                f"{len(packed)} weights of {type(model).__name__} are quantised (the first is {packed[0]}.weight), and "
+                "a rank may have a part of each. They do not change: keep the checkpoint that they were loaded from, "
+                "and save the adapters by save_pretrained of the model that get_peft_model returned"
+            )
         has_weights = on_first_rank(lambda: call.get("state_dict") is not None)
         if not has_weights:
             runtime.compare_before_save()
@@ -78,17 +84,6 @@ class _FullSave(ChainStep):
         calls = runtime.features.find(StateDictCalls) or StateDictCalls()
         with calls.reading_names():  # the method may still read names from modules' state dicts
             on_first_rank(lambda: _save_given(lambda path: save_pretrained(path, *args, **kwargs), call))
-
-
-def _check_values(model: nn.Module) -> None:
-    """Raise if the call would write a model without its quantised weights."""
-    saves_adapters = wrapped(model) is not None or getattr(model, "_hf_peft_config_loaded", False)
-    if not saves_adapters and (packed := [name for name, _, _ in packed_modules(model)]):
-        raise PlanError(
-            f"{len(packed)} weights of {type(model).__name__} are quantised (the first is {packed[0]}.weight), and a "
-            "rank may have a part of each. They do not change: keep the checkpoint that they were loaded from, and "
-            "save the adapters by save_pretrained of the model that get_peft_model returned"
-        )
 
 
 def _save_given(save: Callable[[Path], object], call: Call) -> None:

@@ -110,7 +110,21 @@ def _described(saved: Any, found: OptimizerParts, path: Path) -> tuple[Optimizer
         states = {int(number): dict(values) for number, values in states.items()}
     except (TypeError, KeyError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{path} is not the state of an optimizer: {error!r}") from error
-    _check_groups(path, numbers, options, found)
+    sizes, own = [len(group) for group in numbers], [len(group) for group in found.groups]
+    if sizes != own:
+        raise CheckpointError(
+            f"{path} has parameter groups of {sizes} parameters, but the optimizer has groups of {own}; build the "
+            "optimizer as in the run that saved it"
+        )
+    for index, (theirs, group) in enumerate(zip(options, found.optimizer.param_groups, strict=True)):
+        known = group.keys() | IMPLEMENTATION | _ADDED | {"params"}
+        if other := sorted(
+            (theirs.keys() - known) | (group.keys() - theirs.keys() - IMPLEMENTATION - _ADDED - {"params"})
+        ):
+            raise CheckpointError(
+                f"{path} was saved by another kind of optimizer: group {index} differs from that of "
+                f"{type(found.optimizer).__name__} in its options {', '.join(other)}"
+            )
     names = {
         number: name
         for own, group in zip(numbers, found.groups, strict=True)
@@ -153,23 +167,3 @@ def _described(saved: Any, found: OptimizerParts, path: Path) -> tuple[Optimizer
     }
     manifest = OptimizerManifest.of(fields, str(path))
     return manifest, _WholeState(tensors)
-
-
-def _check_groups(
-    path: Path, numbers: list[list[object]], options: list[dict[str, object]], found: OptimizerParts
-) -> None:
-    sizes, own = [len(group) for group in numbers], [len(group) for group in found.groups]
-    if sizes != own:
-        raise CheckpointError(
-            f"{path} has parameter groups of {sizes} parameters, but the optimizer has groups of {own}; build the "
-            "optimizer as in the run that saved it"
-        )
-    for index, (saved, group) in enumerate(zip(options, found.optimizer.param_groups, strict=True)):
-        known = group.keys() | IMPLEMENTATION | _ADDED | {"params"}
-        if other := sorted(
-            (saved.keys() - known) | (group.keys() - saved.keys() - IMPLEMENTATION - _ADDED - {"params"})
-        ):
-            raise CheckpointError(
-                f"{path} was saved by another kind of optimizer: group {index} differs from that of "
-                f"{type(found.optimizer).__name__} in its options {', '.join(other)}"
-            )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch.utils.data import DataLoader
@@ -63,6 +63,22 @@ class Position:
         self.epoch, self.samples, self.is_fresh = state["epoch"], state["samples"], True
 
 
+@dataclass(frozen=True, kw_only=True)
+class StateForm:
+    """What the state of a reader has beside its version and the position.
+
+    Args:
+        equal: entries that must have these values, by the reason why.
+        fields, optional: the checks of the other entries, of which it may lack ``optional`` ones.
+        most: the largest number of samples.
+    """
+
+    equal: Mapping[str, Mapping[str, Any]]
+    fields: Mapping[str, Check] = field(default_factory=dict)
+    optional: Mapping[str, Check] = field(default_factory=dict)
+    most: int = LARGEST_COUNT
+
+
 class Reader(Protocol):
     """The base of the readers, which read this rank's rows of the global batches and keep their position.
 
@@ -120,47 +136,25 @@ class Reader(Protocol):
     def state_dict(self) -> dict[str, Any]:
         """Return the position, and values that identify the data."""
 
+    def form_of(self, state: Mapping[str, Any]) -> StateForm:
+        """Return the form that a state of this reader must have."""
+
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise CheckpointError if a state belongs to other data, or a field of it has a wrong type or range."""
+        form = self.form_of(state)
+        compared = ["version"]
+        for why, expected in form.equal.items():
+            for name, value in {"version": VERSION, **expected}.items():
+                compared.append(name)
+                if not is_same(state.get(name), value):
+                    found = shown(state.get(name))
+                    raise CheckpointError(f"the state has {name}={found}, but this loader has {name}={value!r}; {why}")
+        place = {"epoch": integer(0, MOST_EPOCHS), "samples": integer(0, form.most)}
+        known = {**dict.fromkeys(compared, anything), **place, **form.fields}
+        require(dict(state), record(known, form.optional), "the state of the loader")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Move to the position in a state that was checked."""
-
-
-def check_equal(state: Mapping[str, Any], expected: Mapping[str, Any], why: str) -> None:
-    """Compare the entries of a state with the expected values.
-
-    Raises:
-        CheckpointError: an entry differs. The message gives its name, both values and why they must be equal.
-    """
-    for name, value in {"version": VERSION, **expected}.items():
-        if not is_same(state.get(name), value):
-            found = shown(state.get(name))
-            raise CheckpointError(f"the state has {name}={found}, but this loader has {name}={value!r}; {why}")
-
-
-def check_fields(
-    state: Mapping[str, Any],
-    known: Mapping[str, Any],
-    fields: Mapping[str, Check],
-    optional: Mapping[str, Check] | None = None,
-    *,
-    most: int = LARGEST_COUNT,
-) -> None:
-    """Check the types and ranges of a state's entries.
-
-    Args:
-        state: the state.
-        known: the entries that :func:`check_equal` has compared.
-        fields, optional: the checks of the other entries, beside the position; of which it may lack ``optional`` ones.
-        most: the largest number of samples.
-
-    Raises:
-        CheckpointError: an entry is missing, unknown or wrong; the message names it.
-    """
-    place = {"epoch": integer(0, MOST_EPOCHS), "samples": integer(0, most)}
-    compared = dict.fromkeys(("version", *known), anything)
-    require(dict(state), record({**compared, **place, **fields}, optional), "the state of the loader")
 
 
 def worker_options(loader: DataLoader[Any]) -> dict[str, Any]:

@@ -25,8 +25,7 @@ from meshwright.data.readers.base import (
     WORKER_SEEDS,
     Position,
     Reader,
-    check_equal,
-    check_fields,
+    StateForm,
     worker_options,
 )
 from meshwright.data.sampler_order import Batches, Sampling
@@ -130,7 +129,14 @@ class MapReader(Reader):
     def read(self, draws: Draws) -> Iterator[Portion]:
         position = self.position
         order, batches = self._sampling.begin(draws.order, position.epoch)
-        self._check_order(draws.order)
+        if self._sampling.kind == "listed":
+            drawn = zlib.crc32(repr(draws.order).encode())
+            if position.samples and self._order not in (None, drawn):
+                raise ValueError(
+                    "the loader's sampler drew a different order than in the epoch of the state, so the samples not "
+                    "yet seen are unknown; give the sampler the same seed or state before the loop resumes"
+                )
+            self._order = drawn
         self._indices.begin(order, batches, position.samples)
         self._dropped, self.least = batches.dropped(position.samples), batches.least(position.samples)
         batches_read = self._begin(draws)
@@ -176,12 +182,14 @@ class MapReader(Reader):
             **self._sampling.state(),
         }
 
-    def check_state(self, state: Mapping[str, Any]) -> None:
-        expected = {"reader": "map", **self._settings()}
-        check_equal(state, expected, f"sample k would be a different one. {NAMED}")
-        most = self._sampling.length if self._sampling.kind != "listed" else LARGEST_COUNT
+    def form_of(self, state: Mapping[str, Any]) -> StateForm:
         required, optional = self._sampling.fields(state)
-        check_fields(state, expected, required, {"drawn": maybe(integer(0, 2**32)), **optional}, most=most)
+        return StateForm(
+            equal={f"sample k would be a different one. {NAMED}": {"reader": "map", **self._settings()}},
+            fields=required,
+            optional={"drawn": maybe(integer(0, 2**32)), **optional},
+            most=self._sampling.length if self._sampling.kind != "listed" else LARGEST_COUNT,
+        )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.position.load(state)
@@ -216,18 +224,6 @@ class MapReader(Reader):
         for part in (loader.dataset, getattr(batch_sampler, "sampler", None), batch_sampler):
             if callable(tell := getattr(part, "set_epoch", None)):
                 tell(self.position.epoch)
-
-    def _check_order(self, numbers: list[Any]) -> None:
-        """Raise if the user's sampler drew an order other than the state's, since the samples would then differ."""
-        if self._sampling.kind != "listed":
-            return
-        drawn = zlib.crc32(repr(numbers).encode())
-        if self.position.samples and self._order not in (None, drawn):
-            raise ValueError(
-                "the loader's sampler drew a different order than in the epoch of the state, so the samples not yet "
-                "seen are unknown; give the sampler the same seed or state before the loop resumes"
-            )
-        self._order = drawn
 
     def _begin(self, draws: Draws) -> Iterator[tuple[Any, RowsFinding | None]]:
         """Start to read from the position on, with the workers' seeds of one device if batches are read whole."""

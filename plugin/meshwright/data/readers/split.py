@@ -10,7 +10,7 @@ from typing import Any
 from meshwright.data.global_batches import Portion
 from meshwright.data.nested import digest
 from meshwright.data.peers import Peers
-from meshwright.data.readers.base import Position, Reader, check_equal, check_fields
+from meshwright.data.readers.base import Position, Reader, StateForm
 from meshwright.data.shuffling import Draws
 from meshwright.errors import CheckpointError
 from meshwright.mesh.axes import Axis
@@ -85,17 +85,14 @@ class SplitReader(Reader):
     def state_dict(self) -> dict[str, Any]:
         return {**self.position.state("split"), **self._settings()}
 
-    def check_state(self, state: Mapping[str, Any]) -> None:
-        expected = {"reader": "split", **self._settings()}
-        check_equal(
-            state, expected, "a dataset that the user has split can only be resumed with the same split and settings"
-        )
-        check_fields(state, expected, {})
+    def form_of(self, state: Mapping[str, Any]) -> StateForm:
         if state.get("samples") and not self._own.is_repeatable:
             raise CheckpointError(
                 "the loader of a split dataset is shuffled without a seed, so its order cannot be restored; pass "
                 "DataLoader(..., generator=GENERATOR), or the whole dataset without is_dataset_splitted"
             )
+        why = "a dataset that the user has split can only be resumed with the same split and settings"
+        return StateForm(equal={why: {"reader": "split", **self._settings()}})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.position.load(state)

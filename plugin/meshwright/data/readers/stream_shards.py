@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from meshwright.data.global_batches import Portion, Sharing, chunk_share
 from meshwright.data.nested import map_tensors
 from meshwright.data.read_errors import located, name_of, reading
-from meshwright.data.readers.base import WORKER_SEEDS, Position, Reader, check_equal, check_fields, worker_options
+from meshwright.data.readers.base import WORKER_SEEDS, Position, Reader, StateForm, worker_options
 from meshwright.data.readers.whole_stream import is_stock
 from meshwright.data.shards import ShardedSource
 from meshwright.data.shuffling import Draws, WorkerSeeds
@@ -126,10 +126,12 @@ class StreamReader(Reader):
             self._stream.set_epoch(self.position.epoch)
         return {**self.position.state(LANE_READER), "stream": self._stream.state_dict()}
 
+    def form_of(self, state: Mapping[str, Any]) -> StateForm:
+        why = "the state is of another kind of dataset"
+        return StateForm(equal={why: {"reader": LANE_READER}}, fields={"stream": table(anything)})
+
     def check_state(self, state: Mapping[str, Any]) -> None:
-        expected = {"reader": LANE_READER}
-        check_equal(state, expected, "the state is of another kind of dataset")
-        check_fields(state, expected, {"stream": table(anything)})
+        super().check_state(state)
         self._stream.check_state(state["stream"])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -27,8 +27,7 @@ from meshwright.data.readers.base import (
     WORKER_SEEDS,
     Position,
     Reader,
-    check_equal,
-    check_fields,
+    StateForm,
     worker_options,
 )
 from meshwright.data.shuffling import Draws, WorkerSeeds
@@ -148,14 +147,17 @@ class WholeReader(Reader):
             **self._settings(),
         }
 
-    def check_state(self, state: Mapping[str, Any]) -> None:
-        expected = {"reader": "whole", "dataset": self._fingerprint}
+    def form_of(self, state: Mapping[str, Any]) -> StateForm:
+        settings = self._settings()
         if self._cuts_samples and state.get("num_workers") == 1:  # of a version that told one worker from none
-            state = {**state, "num_workers": 0, "batch_size": None}
-        check_equal(state, expected, f"the state is of another dataset. {NAMED}")
-        check_equal(state, self._settings(), "the order of a dataset that is iterated depends on it")
-        fields = {"batches": integer(), "dataset_epoch": maybe(integer(0, MOST_EPOCHS))}
-        check_fields(state, expected | self._settings(), fields)
+            settings = {"num_workers": 1, "batch_size": state.get("batch_size")}
+        return StateForm(
+            equal={
+                f"the state is of another dataset. {NAMED}": {"reader": "whole", "dataset": self._fingerprint},
+                "the order of a dataset that is iterated depends on it": settings,
+            },
+            fields={"batches": integer(), "dataset_epoch": maybe(integer(0, MOST_EPOCHS))},
+        )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.position.load(state)

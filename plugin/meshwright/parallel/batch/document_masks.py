@@ -70,7 +70,12 @@ class _WithoutCache:
         trains = model.training and torch.is_grad_enabled()
         if trains or given.get("labels") is not None or _begins_anew(given):
             if _is_cached(model):
-                self._check_shared()
+                if self._twice:
+                    raise PlanError(
+                        f"{' and '.join(self._twice)} are one attention, and on one device the default use_cache=True "
+                        "makes each of its places attend to the keys of the others. A plan trains without the cache, "
+                        "so the results would differ. Set model.config.use_cache = False, on one device too"
+                    )
                 _set_look(looks=given.get("position_ids") is not None)
             return args, {**kwargs, "use_cache": False}
         return None
@@ -78,14 +83,6 @@ class _WithoutCache:
     def look_again(self, *_: object) -> None:
         """Give transformers its check back, after a pass."""
         _set_look(looks=True)
-
-    def _check_shared(self) -> None:
-        if self._twice:
-            raise PlanError(
-                f"{' and '.join(self._twice)} are one attention, and on one device the default use_cache=True makes "
-                "each of its places attend to the keys of the others. A plan trains without the cache, so the results "
-                "would differ. Set model.config.use_cache = False, on one device too"
-            )
 
 
 def _is_cached(model: nn.Module) -> bool:

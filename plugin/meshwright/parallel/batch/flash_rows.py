@@ -85,13 +85,6 @@ def borders_at(places: Sequence[int], device: torch.device) -> dict[str, Any]:
     return {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders, "max_length_q": longest, "max_length_k": longest}
 
 
-def check_package(model: nn.Module) -> None:
-    """Raise a PlanError if a model calls a flash attention package that this process cannot load."""
-    implementation = flash_implementation(model.modules())
-    if implementation is not None:
-        flash_function(implementation)
-
-
 class FlashRows(BatchStep):
     """The step of a model's forward that tells a flash attention package where the documents of several rows begin.
 

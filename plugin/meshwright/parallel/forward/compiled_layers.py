@@ -6,8 +6,9 @@ dynamo skips all code of this package: a graph ends where a hook runs, and the n
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +16,12 @@ from torch import nn
 
 from meshwright.compiling import active_backend, allow_variants, is_compiled_function, pause_compiling
 from meshwright.errors import PlanError
-from meshwright.parallel.forward.compile_options import check_compile_options
 from meshwright.parallel.method_chain import ChainStep, StepOrder, add_step
 from meshwright.parallel.tensor_parallel.block_boundary import BlockHooks
+from meshwright.plan.config import ParallelPlan
+from meshwright.plan.fields import nearest
+from meshwright.plan.schedule import SPLIT_BACKWARD
+from meshwright.roles import Decoder
 
 Restore = Callable[[], object]
 
@@ -115,6 +119,62 @@ class CompilableLayers:
             allow_variants(module for layer in self.layers for module in layer.modules())
             for block in self.blocks:
                 block.prepare_to_compile()
+
+
+def check_compile_options(options: object, *, has_collectives: bool = False) -> None:
+    """Raise a PlanError unless the value is a dict of arguments of ``torch.compile``, with a backend that exists.
+
+    Args:
+        options: the value.
+        has_collectives: whether the code to compile has collectives, at which a graph ends.
+    """
+    if not isinstance(options, Mapping):
+        raise PlanError(f"compile_options={options!r} must be a dict, for example {{'backend': 'inductor'}}")
+    known = [name for name in inspect.signature(torch.compile).parameters if name != "model"]
+    for name in options:
+        if name not in known:
+            near = nearest(str(name), known)
+            raise PlanError(
+                f"compile_options has {name!r}, which torch.compile does not take; "
+                f"{f'write {near!r}' if near else 'remove it'}. It takes {', '.join(known)}"
+            )
+    backend = options.get("backend", "inductor")
+    if isinstance(backend, str) and backend not in (backends := torch.compiler.list_backends(exclude_tags=())):
+        near, usual = nearest(backend, backends), ", ".join(torch.compiler.list_backends())
+        raise PlanError(
+            f"compile_options={{'backend': {backend!r}}} is not a backend of torch.compile; "
+            f"{f'write {near!r}' if near else 'remove it'}. Usual backends are {usual}"
+        )
+    if has_collectives and options.get("fullgraph"):
+        raise PlanError(
+            "torch.compile(fullgraph=True): under tensor parallelism a graph ends at each collective; leave "
+            "fullgraph out"
+        )
+
+
+def layers_of(decoder: nn.Module, structure: Decoder | None) -> list[nn.Module]:
+    """Return the layers of a decoder, which ``compile="layers"`` compiles one by one."""
+    return list(outermost_layers(decoder) if structure is None else structure.layers)
+
+
+def why_not_compiled(layers: Sequence[nn.Module], plan: ParallelPlan, engine: str | None = None) -> str | None:
+    """Return why the layers of a model cannot be compiled under a plan, with the cure; None if they can."""
+    reasons = (
+        (not layers, "the model has no nn.ModuleList, whose members would be the layers of compile='layers'; leave "
+         "compile out, and call torch.compile(model) after to_distributed"),
+        (plan.zero_stage == 3 and plan.dp > 1, "ParallelPlan.zero_stage=3 gathers each layer's weights while it runs, "
+         "by hooks on the modules inside, so compile='layers' would leave graphs of single operations; set "
+         "zero_stage=2, or leave compile out"),
+        (plan.pp > 1 and plan.schedule in SPLIT_BACKWARD, f"ParallelPlan.schedule={plan.schedule!r} computes the "
+         "gradients of weights apart, which the one backward of a compiled layer cannot do; set schedule='1f1b', or "
+         "leave compile out"),
+        (plan.ep * plan.etp > 1, f"ParallelPlan.ep={plan.ep} and etp={plan.etp} make the host read how many tokens "
+         "travel inside each layer, so compile='layers' would leave pieces of graphs; set ep=1 and etp=1, or leave "
+         "compile out"),
+        (engine is not None, f"{engine} adds its own hooks to the layers' modules, so compile='layers' is not "
+         "available; leave it out"),
+    )  # fmt: skip
+    return next((reason for is_so, reason in reasons if is_so), None)
 
 
 def outermost_layers(model: nn.Module) -> Iterator[nn.Module]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -20,7 +21,6 @@ from meshwright.parallel.batch.mean_over_ranks import IGNORE_INDEX, valid_labels
 from meshwright.parallel.batch.schema import Batch, BatchSchema
 from meshwright.parallel.batch.share import labels_beside
 from meshwright.parallel.collectives import all_gather
-from meshwright.parallel.forward.paired_rows import PairedRows
 from meshwright.parallel.losses.deferred_logits import DeferredLogits, watch_gradient
 from meshwright.parallel.output_loss import loss_of, tensors_of
 from meshwright.temporarily import temporarily
@@ -28,6 +28,7 @@ from meshwright.temporarily import temporarily
 logger = logging.getLogger(__name__)
 
 _MEAN = 1  # torch's number of the reduction "mean"
+_ENOUGH = math.log(1e8)  # a program with labels of classes is told wrongly once in as many cases
 
 
 class UnevenBatches:
@@ -50,7 +51,7 @@ class UnevenBatches:
         self._has_weights = False  # whether that is a sum of weights
         self._is_left_out = False  # whether the loss of the last pass is of all rows
         self._earlier: Callable[[], list[list[float]]] | None = None
-        self._pairs = PairedRows(dp, is_told=dp.rank == 0 and tp.rank == 0)
+        self._pairs = _PairedRows(dp, is_told=dp.rank == 0 and tp.rank == 0)
         if self.is_on:
             _observers.add(self)
             _show_losses()
@@ -194,6 +195,46 @@ class UnevenBatches:
             "callable that counts in a batch instead",
             said_of_ranks(ranks, "labels, by their weights" if self._has_weights else "labels or tokens that count"),
         )
+
+
+class _PairedRows:
+    """Tells of a program's own contrastive loss, which compares only the rows of one rank with each other.
+
+    In such a loss row i of one side belongs to row i of the other, so the labels of a cross-entropy over as many
+    classes as rows number the rows. Labels of classes do so by chance alone: once in ``rows ** rows`` batches.
+
+    Args:
+        dp: the axis whose ranks have different rows.
+        is_told: whether this rank warns.
+    """
+
+    def __init__(self, dp: Axis, *, is_told: bool):
+        self._dp = dp
+        self._is_open = is_told and dp.size > 1
+        self._evidence = 0.0
+
+    def see(self, node: Any) -> None:
+        """See the autograd node of a cross-entropy of a backward pass."""
+        if not self._is_open or not node.name().startswith("NllLossBackward"):
+            return
+        labels, scores = node._saved_target, node._saved_self
+        rows = len(labels) if labels.ndim else 0
+        if rows == 1:  # which shows nothing, and a look at the label would wait for the device
+            return
+        if tuple(scores.shape) != (rows, rows) or not torch.equal(labels, torch.arange(rows, device=labels.device)):
+            self._is_open = False
+            return
+        self._evidence += rows * math.log(rows)
+        if self._evidence > _ENOUGH:
+            self._is_open = False
+            logger.warning(
+                "the labels of the program's cross-entropy number the %d rows of this rank: such a loss compares the "
+                "rows with each other, and each of the dp=%d ranks compares only its own, where one device compares "
+                "all. For the loss of one device, compute it from the rows of all ranks: features = "
+                "meshwright.gather_rows(features)",
+                rows,
+                self._dp.size,
+            )
 
 
 def _is_of_features(nodes: Sequence[Any]) -> bool:

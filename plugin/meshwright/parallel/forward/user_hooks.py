@@ -80,16 +80,11 @@ class HookedModules:
         self.is_split, self.is_staged = is_split, is_staged
         self._watched: set[str] = set()
         self._outputs: dict[str, list[list[weakref.ref[Tensor]]]] = {}  # of each micro-batch of the last pass
-        self._is_running = False
+        self.is_running = False
 
     def running(self) -> contextlib.AbstractContextManager[None]:
         """Let backward run through outputs that hooks see, inside the context only."""
-        return temporarily(self, _is_running=True)
-
-    def check_running(self, name: str) -> None:
-        """Raise a PlanError if backward runs through the output of a module after the call that has used it up."""
-        if not self._is_running:
-            raise PlanError(_OVER % name)
+        return temporarily(self, is_running=True)
 
     @property
     def statements(self) -> tuple[Statement, ...]:
@@ -179,7 +174,8 @@ class _Watched(TensorFunction):
     @staticmethod
     def backward(ctx: Node, grad: Tensor) -> tuple[object, ...]:
         hooked, name = ctx.of_module
-        hooked.check_running(name)
+        if not hooked.is_running:
+            raise PlanError(_OVER % name)
         return grad, None, None
 
 

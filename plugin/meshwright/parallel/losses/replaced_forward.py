@@ -9,7 +9,7 @@ from torch import nn
 
 from meshwright.errors import PlanError, UnreadableTensorError
 from meshwright.parallel.batch.mean_over_ranks import GlobalMean
-from meshwright.parallel.method_chain import BatchStep, StepOrder, add_step, find_chain
+from meshwright.parallel.method_chain import BatchStep, StepOrder, find_chain
 from meshwright.parallel.output_loss import loss_of
 
 
@@ -17,18 +17,6 @@ def stock_owner(model: nn.Module) -> type[nn.Module] | None:
     """Return the class of transformers that has a model's forward; None if the forward is of another class."""
     owner = next(kind for kind in type(model).__mro__ if "forward" in vars(kind))
     return owner if owner.__module__.startswith("transformers.models.") else None
-
-
-def check_replaced_forward(model: nn.Module, mean: GlobalMean) -> None:
-    """Let a forward that is not the model's own raise in training if it does not call the model's loss function.
-
-    Args:
-        model: the model, whose loss function computes ``mean``.
-        mean: the mean over the global batch.
-    """
-    replacement = replacement_of(model)
-    if replacement is not None:
-        add_step(model, CallsLossFunction(model, mean, replacement))
 
 
 class CallsLossFunction(BatchStep):

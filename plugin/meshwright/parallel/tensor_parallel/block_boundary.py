@@ -130,21 +130,17 @@ class BlockHooks:
                 "options, set pretraining_tp=1 and slow_but_exact=False"
             )
         if current.entered is not None and current.projections == 1 and torch.is_grad_enabled():
-            self._check_result(output, current.entered, current.reduction)
+            if bypasses(output, current.entered, current.reduction):
+                raise PlanError(
+                    f"{self._name} adds its input to its output (a residual connection?), so the input's gradient "
+                    "through this addition would count once per rank. Add the input in the decoder layer: x + block(x)"
+                )
+            self._is_checked = current.entered.requires_grad
         if not self._reduces_at_end:
             return None
         if not isinstance(output, tuple):
             return self._summed(output)
         return (self._summed(output[0]), *output[1:])
-
-    def _check_result(self, output: object, entered: Tensor, reduction: GraphNode | None) -> None:
-        """Check once that the result depends on the block's input only through the output projection."""
-        if bypasses(output, entered, reduction):
-            raise PlanError(
-                f"{self._name} adds its input to its output (a residual connection?), so the input's gradient through "
-                "this addition would count once per rank. Add the input in the decoder layer: x + block(x)"
-            )
-        self._is_checked = entered.requires_grad
 
     def _lift_bias(self, module: nn.Module, args: tuple[object, ...]) -> None:
         if self._pass is None and any(other._pass is not None for other in self._sharers):

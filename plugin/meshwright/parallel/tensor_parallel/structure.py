@@ -128,7 +128,11 @@ def describe(
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter in of_towers:
             layouts[name] = replace(layouts[name], addends=OVER_TP)
-    _check_ties(model, layouts)
+    first: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        other = first.setdefault(id(parameter), name)
+        if layouts[other] != layouts[name]:
+            raise PlanError(f"{other} and {name} are one tied parameter, but their roles shard it in two ways")
     is_without = has_whole_head or not is_embedding_cut
     words = weight_of(head).shape[0] if head is not None else 0 if is_without else embedding.num_embeddings
     embeddings = (m for m in roled.modules_with(Role.EMBEDDING) if isinstance(m, nn.Embedding) and is_embedding_cut)
@@ -220,11 +224,3 @@ def _owners_of_experts(roled: RoledModel, decoder: Decoder) -> list[str]:
             "ParallelPlan(tp=2, sequence_parallel=True), or in words plan='tp2+sp'"
         )
     return owners
-
-
-def _check_ties(model: nn.Module, layouts: dict[str, TensorLayout]) -> None:
-    first: dict[int, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        other = first.setdefault(id(parameter), name)
-        if layouts[other] != layouts[name]:
-            raise PlanError(f"{other} and {name} are one tied parameter, but their roles shard it in two ways")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import nn
 
@@ -83,9 +83,6 @@ class Attention(Block):
 
     def localise(self, rank: int) -> None:
         super().localise(rank)
-        for name, role in self.roled.inside(self.name).items():
-            if role is Role.HEAD_NORM and not list(self.roled.modules[name].parameters()):
-                self.roled.modules[name].register_forward_pre_hook(self._check_norms_heads)
         for name, value in self._local.items():
             setattr(self.reader, name, value)
         if self._is_fused and hasattr(self.reader, "config"):
@@ -93,15 +90,6 @@ class Attention(Block):
                 self.reader.config,
                 num_attention_heads=self.heads.local_heads,
                 num_key_value_heads=self.heads.num_local_kv_heads,
-            )
-
-    def _check_norms_heads(self, norm: nn.Module, args: tuple[Any, ...]) -> None:
-        """Raise if a norm without weights, which has no shape, norms more than a head: a rank has some of the width."""
-        if args and args[0].shape[-1] > self.heads.head_dim:
-            raise PlanError(
-                f"a {type(norm).__name__} without weights in {self.name} norms {args[0].shape[-1]} channels, but a "
-                f"head has {self.heads.head_dim}, so each rank of tp would norm a part. Leave the attention whole: "
-                f'ToDistributedConfig(sharding_plan=...) with Role.WHOLE for "{self.name}", or use ParallelPlan(tp=1)'
             )
 
     @classmethod
