@@ -1,4 +1,4 @@
-"""What a program brings into the parts that tp cuts: equal to one device, whole where a trial shows a difference."""
+"""What a program brings into the parts that tp and cp cut: equal to one device, else whole (tp) or an error (cp)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from support.logs import logged
 from support.models import FAMILIES, build, labels_for, tokens
 from support.short_programs import weights_of, worst
 
-TP, SP = "tp2", "tp2+sp"
+TP, SP, CP = "tp2", "tp2+sp", "cp2"
 Edit = Callable[[Any], object]
 
 
@@ -230,6 +230,10 @@ BEFORE: dict[str, tuple[str, Edit, str, str]] = {
     "mean of tokens at the end": (SP, of_class(MeanOfTokens, "model.norm"), "model.norm (MeanOfTokens", ""),
     "mixing layer": (TP, layers_become(MixingLayer), "", ""),
     "mixing layer, sp": (SP, layers_become(MixingLayer), "", "plan='tp2'"),
+    "own mlp, cp": (CP, of_class(Gated, "*.mlp"), "", ""),
+    "mean of tokens, cp": (CP, of_class(MeanOfTokens, "*.input_layernorm"), "", "of some tokens of a row"),
+    "mean of tokens at the end, cp": (CP, of_class(MeanOfTokens, "model.norm"), "", "model.norm (MeanOfTokens"),
+    "mixing layer, cp": (CP, layers_become(MixingLayer), "", "ParallelPlan(cp=1)"),
     "centred words": (TP, of_class(Centred, "model.embed_tokens"), "embed_tokens (Centred", ""),
     "hashed words": (TP, of_class(Hashed, "model.embed_tokens"), "embed_tokens (Hashed", ""),
     "scaled words": (SP, of_class(Scaled, "model.embed_tokens"), "", ""),
