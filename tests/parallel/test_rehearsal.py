@@ -147,6 +147,11 @@ def patched_forward(model: Any) -> None:
     last.forward = types.MethodType(NormedInside.forward, last)
 
 
+def patched_head(model: Any) -> None:
+    old = model.lm_head.forward
+    model.lm_head.forward = lambda x: F.normalize(old(x), dim=-1)
+
+
 def own_checkpoint(model: Any) -> None:
     for layer in model.model.layers:
         layer.mlp.forward = functools.partial(checkpoint, layer.mlp.forward, use_reentrant=False)
@@ -221,6 +226,8 @@ BEFORE: dict[str, tuple[str, Edit, str, str]] = {
     "channels swapped": (TP, of_class(Swapped, "*.mlp"), "layers.0.mlp (Swapped", ""),
     "own mlp": (SP, of_class(Gated, "*.mlp"), "", ""),
     "patched": (TP, patched_forward, "layers.1.mlp (LlamaMLP", ""),
+    "patched head": ("dp2", patched_head, "", ""),
+    "patched head, cp": (CP, patched_head, "", ""),
     "mean of tokens": (
         SP,
         of_class(MeanOfTokens, "*.input_layernorm"),

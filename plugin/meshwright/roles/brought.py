@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from meshwright.roles.linear_kernel import kernel_of
+from meshwright.roles.linear_kernel import form_of
 
 # What these put into a model is not the program's.
 LIBRARIES = (
@@ -118,7 +118,7 @@ class Brought:
     def _fits(self, module: nn.Module, owner: nn.Module | None) -> bool:
         """Return whether libraries put such a module into one of the owner's class."""
         kind = type(module)
-        if owner is None or kind in _LEAVES or isinstance(module, _CONTAINERS) or kernel_of(module) is not None:
+        if owner is None or kind in _LEAVES or isinstance(module, _CONTAINERS) or form_of(module) is not None:
             return True
         if kind in _NORMS:
             return bool(module._parameters.get("weight") is not None)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.autograd import Node, TensorFunction
+from meshwright.replaced_method import without_replacements
 
 # Takes the gradient of a linear layer's output; returns that of its weight, or None if it is computed elsewhere.
 WeightGradient = Callable[[Tensor], Tensor | None]
@@ -175,6 +176,13 @@ def set_kernel(module: nn.Module, kernel: LinearKernel) -> None:
 
 def kernel_of(module: nn.Module) -> LinearKernel | None:
     """Return the kernel of a linear layer; None if only the layer's own forward knows how it computes."""
+    kernel = form_of(module)
+    is_own = vars(module).get(_OWN) is not None
+    return kernel if is_own or without_replacements(module, "forward") is type(module).forward else None
+
+
+def form_of(module: nn.Module) -> LinearKernel | None:
+    """Return the kernel of a linear layer's class, which has its weights in the same form, whatever it computes."""
     own: LinearKernel | None = vars(module).get(_OWN)
     if own is not None:
         return own
