@@ -177,6 +177,10 @@ def clip(module: nn.Module) -> None:
     )
 
 
+def read_gradient(module: nn.Module) -> None:
+    module.register_full_backward_hook(lambda _, gi, go: None)
+
+
 def clip_before(module: nn.Module) -> None:
     module.register_full_backward_pre_hook(lambda _, go: tuple(g * (0.01 / g.norm()).clamp(max=1) for g in go))
 
@@ -258,6 +262,7 @@ BEFORE: dict[str, tuple[str, Edit, str, str]] = {
     "hook on the final norm": (SP, hook("model.norm", largest_alone), "", ""),
     "hook on blocks": (SP, hook("*.mlp", largest_alone), "", ""),
     "backward hook on blocks": (TP, hook("*.mlp", clip), "", ""),
+    "backward hook on blocks, cp": (CP, hook("*.mlp", read_gradient), "this rank's rows or tokens", ""),
     "backward hook on blocks, sp": (SP, hook("*.mlp", clip), "", ""),
     "hook inside": (TP, hook("model.layers.0.mlp.act_fn", largest_alone), "hooks of the program (change, test_re", ""),
     "backward hook inside": (

@@ -44,9 +44,9 @@ class Axis:
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self.group is not None:
             raise PlanError(
-                f"a model under a plan cannot be pickled: its ranks talk over process groups of this job ({self.name}). "
-                "Save its weights, torch.save(meshwright.full_state_dict(model), file), or the run with "
-                "meshwright.save_checkpoint(...)"
+                f"a model under a plan cannot be pickled: its ranks talk over process groups of this job, here of "
+                f"{self.name}. Save its weights, torch.save(meshwright.full_state_dict(model), file), or the run, "
+                "meshwright.save_checkpoint(folder, model, optimizer)"
             )
         return super().__reduce_ex__(protocol)
 
