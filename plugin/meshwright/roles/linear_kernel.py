@@ -154,7 +154,8 @@ class _LinearNode(TensorFunction):
 
 
 PLAIN = _PlainKernel()
-_KERNELS: dict[type[nn.Module], LinearKernel] = {nn.Linear: PLAIN}
+# Each class's kernel, and the forward that it knows: a program may give the class another one.
+_KERNELS: dict[type[nn.Module], tuple[LinearKernel, Callable[..., Tensor]]] = {nn.Linear: (PLAIN, nn.Linear.forward)}
 _TRANSPOSED = _TransposedKernel()
 _OWN = "_meshwright_kernel"  # the attribute of a layer with a kernel of its own
 
@@ -166,7 +167,7 @@ def register_linear(kind: type[nn.Module], kernel: LinearKernel) -> None:
         kind: the class, such as a subclass of ``nn.Linear`` with a forward of its own.
         kernel: what its forward computes, and the gradients.
     """
-    _KERNELS[kind] = kernel
+    _KERNELS[kind] = kernel, kind.forward
 
 
 def set_kernel(module: nn.Module, kernel: LinearKernel) -> None:
@@ -188,7 +189,8 @@ def form_of(module: nn.Module) -> LinearKernel | None:
         return own
     for kind in type(module).__mro__:
         if kind in _KERNELS:
-            return _KERNELS[kind] if type(module).forward is kind.forward else None
+            kernel, forward = _KERNELS[kind]
+            return kernel if type(module).forward is forward else None
     # transformers' class, and copies of it in models with code of their own
     is_transposed = type(module).__name__ == "Conv1D" and hasattr(module, "nf") and module.weight.ndim == 2
     return _TRANSPOSED if is_transposed else None
