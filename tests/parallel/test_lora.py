@@ -18,7 +18,6 @@ from peft import (
     PrefixTuningConfig,
     PromptEncoderConfig,
     PromptTuningConfig,
-    VBLoRAConfig,
     VeraConfig,
     get_peft_model,
 )
@@ -43,7 +42,6 @@ STEPS = 2
 METHODS: dict[str, Any] = {
     "IA3": IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
     "VeRA": VeraConfig(r=4, target_modules=["q_proj", "o_proj"]),
-    "VB-LoRA": VBLoRAConfig(target_modules=["q_proj"], num_vectors=8, vector_length=4),
     "LoHa": LoHaConfig(r=3, target_modules=["q_proj", "down_proj"]),
     "AdaLoRA": AdaLoraConfig(target_modules=["q_proj"], init_r=4, target_r=2, total_step=10, tinit=1, tfinal=2),
     "prompt tuning": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
