@@ -6,6 +6,7 @@ Attention, in which tokens meet, is replaced by a function of each token, so tha
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,7 +17,7 @@ from meshwright.context.attention import AttentionKind, attach_attention, detach
 from meshwright.context.layer_arguments import map_tensors, tensors_in
 from meshwright.errors import PlanError
 from meshwright.faults.together import texts_of_all
-from meshwright.parallel.rehearsal.layer_calls import calls_of
+from meshwright.parallel.rehearsal.layer_calls import RandomValues, calls_of
 from meshwright.parallel.rehearsal.trial import Arguments, TriedPart, differs_by_tokens, untouched
 from meshwright.roles import Decoder
 from meshwright.roles.brought import Brought, kind_of
@@ -73,15 +74,14 @@ class _TokenTrial:
                 for length in _LENGTHS
             )
             for layer in layers:
-                dims, call = _token_dims(calls[layer], others[layer]), calls[layer]
-                yield from self._tried(layer, lambda values, call=call: values.arguments(call), dims)
+                arguments = functools.partial(RandomValues.arguments, given=calls[layer])
+                yield from self._tried(layer, arguments, _token_dims(calls[layer], others[layer]))
 
     def _of_states(self, module: nn.Module) -> Iterator[str]:
         weight = next(module.parameters(), None)
+        size = int(self.decoder.embedding.embedding_dim) if weight is None else weight.shape[-1]
         if module is self.decoder.head:
             size = in_features(module)
-        else:
-            size = self.decoder.embedding.embedding_dim if weight is None else weight.shape[-1]
         shape = (_ROWS, _LENGTHS[0], size)
         yield from self._tried(module, lambda values: ((values.normal(shape),), {}), {(0, 0): 1})
 

@@ -205,10 +205,9 @@ class _Trial:
         return _Result(output.detach(), None if given is None else given.grad, [p.grad for p in parameters])
 
     def _ran(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        output: Any = None
         for module in self.part.modules.values():
-            output = module(*args, **kwargs)
-            output = output[0] if isinstance(output, tuple) else output
+            returned = module(*args, **kwargs)
+            output: Tensor = returned[0] if isinstance(returned, tuple) else returned
             args, kwargs = (output,), {}
         if not output.isfinite().all():
             raise ValueError("its output is not finite")
