@@ -79,7 +79,7 @@ class _TokenTrial:
 
     def _of_states(self, module: nn.Module) -> Iterator[str]:
         weight = next(module.parameters(), None)
-        size = int(self.decoder.embedding.embedding_dim) if weight is None else weight.shape[-1]
+        size: Any = self.decoder.embedding.embedding_dim if weight is None else weight.shape[-1]
         if module is self.decoder.head:
             size = in_features(module)
         shape = (_ROWS, _LENGTHS[0], size)
