@@ -44,16 +44,17 @@ def memory_of_json(content: bytes | bytearray) -> int:
     )  # fmt: skip
 
 
-def parse_json(content: bytearray, *, allowance: int = 0) -> Any:
+def parse_json(content: bytearray, *, allowance: int = 0, takes_last: bool = False) -> Any:
     """Return the value of a JSON text, in which NaN and infinities are numbers.
 
     Args:
         content: the text, in UTF-8; it is emptied, so that it is not in memory twice.
         allowance: bytes of memory that the text may take beyond ``MEMORY``.
+        takes_last: whether the last value counts of a name that is twice in one object, as for other readers of JSON.
 
     Raises:
         OddFileError: if the text is not JSON, too deep, too large in memory, has a number of more digits than any
-            field, or a name twice in one object.
+            field, or a name twice in one object, unless ``takes_last``.
     """
     if (needed := memory_of_json(content)) > MEMORY + allowance:
         raise OddFileError(
@@ -74,7 +75,7 @@ def parse_json(content: bytearray, *, allowance: int = 0) -> Any:
     try:
         text = content.decode()
         content.clear()
-        return json.loads(text, object_pairs_hook=_table, **hooks)
+        return json.loads(text, object_pairs_hook=None if takes_last else _table, **hooks)
     except (ValueError, RecursionError) as error:
         raise OddFileError(f"it is not JSON: {str(error)[:200]}") from error
 
@@ -97,9 +98,9 @@ def read_outside(path: str | os.PathLike[str], *, most: int) -> bytearray:
     return content
 
 
-def read_json(path: str | os.PathLike[str], *, most: int = MEMORY) -> Any:
+def read_json(path: str | os.PathLike[str], *, most: int = MEMORY, takes_last: bool = False) -> Any:
     """Return the value of a file of JSON that people name; it may raise as the functions above."""
-    return parse_json(read_outside(path, most=most))
+    return parse_json(read_outside(path, most=most), takes_last=takes_last)
 
 
 class _PlainLoader(yaml.SafeLoader):  # type: ignore[misc]

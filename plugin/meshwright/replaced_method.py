@@ -12,6 +12,9 @@ import inspect
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
+from weakref import WeakKeyDictionary
+
+_replaced: WeakKeyDictionary[Callable[..., Any], Callable[..., Any]] = WeakKeyDictionary()  # new -> what it replaced
 
 
 def replace_method(owner: object, name: str, function: Callable[..., Any]) -> None:
@@ -43,4 +46,18 @@ def replace_method(owner: object, name: str, function: Callable[..., Any]) -> No
             own = [x for x in signature.parameters.values() if x.name != "self"]
             signature = signature.replace(parameters=[first, *own])
         vars(function)["__signature__"] = signature
+    _replaced[function] = replaced
     object.__setattr__(owner, name, MethodType(function, owner))
+
+
+def without_replacements(owner: object, name: str) -> Callable[..., Any]:
+    """Return the function of a method of an object below all that :func:`replace_method` put in its place.
+
+    It is that of the class, unless the program has given the object one of its own.
+    """
+    method = getattr(owner, name)
+    function = getattr(method, "__func__", method)
+    while function in _replaced:
+        function = _replaced[function]
+        function = getattr(function, "__func__", function)
+    return function  # type: ignore[no-any-return]

@@ -107,7 +107,10 @@ def test_the_page_shows_every_figure(tmp_path: Path) -> None:
     assert "prefers-color-scheme: dark" in page
 
 
-@pytest.mark.parametrize("steps", [[], [step(1)], [step(1, peak={}, parts={}, slowest=None, loss=None, mfu=None)]])
+@pytest.mark.parametrize(
+    "steps",
+    [[], [step(1)], [step(1, tokens_per_second=-1)], [step(1, peak={}, parts={}, slowest=None, loss=None, mfu=None)]],
+)
 def test_a_short_run_has_a_page(tmp_path: Path, steps: list[dict[str, Any]]) -> None:
     written(
         tmp_path, ("run", {**RUN, "estimated_seconds": None, "estimated_memory": []}), *(("step", s) for s in steps)

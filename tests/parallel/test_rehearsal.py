@@ -1,4 +1,4 @@
-"""What a program brings into the parts that tp cuts: equal to one device, whole where a trial shows a difference."""
+"""What a program brings into the parts that tp and cp cut: equal to one device, else whole (tp) or an error (cp)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from support.logs import logged
 from support.models import FAMILIES, build, labels_for, tokens
 from support.short_programs import weights_of, worst
 
-TP, SP = "tp2", "tp2+sp"
+TP, SP, CP = "tp2", "tp2+sp", "cp2"
 Edit = Callable[[Any], object]
 
 
@@ -147,6 +147,11 @@ def patched_forward(model: Any) -> None:
     last.forward = types.MethodType(NormedInside.forward, last)
 
 
+def patched_head(model: Any) -> None:
+    old = model.lm_head.forward
+    model.lm_head.forward = lambda x: F.normalize(old(x), dim=-1)
+
+
 def own_checkpoint(model: Any) -> None:
     for layer in model.model.layers:
         layer.mlp.forward = functools.partial(checkpoint, layer.mlp.forward, use_reentrant=False)
@@ -170,6 +175,10 @@ def clip(module: nn.Module) -> None:
     module.register_full_backward_hook(
         lambda _, gi, go: tuple(None if g is None else g * (0.01 / (g.norm() + go[0].norm())).clamp(max=1) for g in gi)
     )
+
+
+def read_gradient(module: nn.Module) -> None:
+    module.register_full_backward_hook(lambda _, gi, go: None)
 
 
 def clip_before(module: nn.Module) -> None:
@@ -221,6 +230,8 @@ BEFORE: dict[str, tuple[str, Edit, str, str]] = {
     "channels swapped": (TP, of_class(Swapped, "*.mlp"), "layers.0.mlp (Swapped", ""),
     "own mlp": (SP, of_class(Gated, "*.mlp"), "", ""),
     "patched": (TP, patched_forward, "layers.1.mlp (LlamaMLP", ""),
+    "patched head": ("dp2", patched_head, "", ""),
+    "patched head, cp": (CP, patched_head, "", ""),
     "mean of tokens": (
         SP,
         of_class(MeanOfTokens, "*.input_layernorm"),
@@ -230,6 +241,10 @@ BEFORE: dict[str, tuple[str, Edit, str, str]] = {
     "mean of tokens at the end": (SP, of_class(MeanOfTokens, "model.norm"), "model.norm (MeanOfTokens", ""),
     "mixing layer": (TP, layers_become(MixingLayer), "", ""),
     "mixing layer, sp": (SP, layers_become(MixingLayer), "", "plan='tp2'"),
+    "own mlp, cp": (CP, of_class(Gated, "*.mlp"), "", ""),
+    "mean of tokens, cp": (CP, of_class(MeanOfTokens, "*.input_layernorm"), "", "of some tokens of a row"),
+    "mean of tokens at the end, cp": (CP, of_class(MeanOfTokens, "model.norm"), "", "model.norm (MeanOfTokens"),
+    "mixing layer, cp": (CP, layers_become(MixingLayer), "", "ParallelPlan(cp=1)"),
     "centred words": (TP, of_class(Centred, "model.embed_tokens"), "embed_tokens (Centred", ""),
     "hashed words": (TP, of_class(Hashed, "model.embed_tokens"), "embed_tokens (Hashed", ""),
     "scaled words": (SP, of_class(Scaled, "model.embed_tokens"), "", ""),
@@ -247,6 +262,7 @@ BEFORE: dict[str, tuple[str, Edit, str, str]] = {
     "hook on the final norm": (SP, hook("model.norm", largest_alone), "", ""),
     "hook on blocks": (SP, hook("*.mlp", largest_alone), "", ""),
     "backward hook on blocks": (TP, hook("*.mlp", clip), "", ""),
+    "backward hook on blocks, cp": (CP, hook("*.mlp", read_gradient), "this rank's rows or tokens", ""),
     "backward hook on blocks, sp": (SP, hook("*.mlp", clip), "", ""),
     "hook inside": (TP, hook("model.layers.0.mlp.act_fn", largest_alone), "hooks of the program (change, test_re", ""),
     "backward hook inside": (

@@ -185,6 +185,12 @@ def test_bad_configs_are_named(change: dict[str, Any], said: str) -> None:
         describe({**LLAMA, **change})
 
 
+def test_a_key_that_is_there_twice_counts_as_from_pretrained_reads_it(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA)[:-1] + ', "num_hidden_layers": 3}')
+    assert describe(path).runs[0].count == 3
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [

@@ -10,14 +10,14 @@ from __future__ import annotations
 import functools
 import json
 import logging
-import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from meshwright.context.token_trial import check_tokens_apart
 from meshwright.distribute.cuts import Cuts
 from meshwright.errors import PlanError
 from meshwright.faults.together import texts_of_all
@@ -29,7 +29,7 @@ from meshwright.parallel.tensor_parallel.structure import DecoderStructure
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.progress import is_first_rank
 from meshwright.roles import ShardingPlan
-from meshwright.roles.brought import Brought, codes_of
+from meshwright.roles.brought import Brought, kind_of
 from meshwright.roles.projection import in_features
 from meshwright.roles.whole_modules import keep_whole, routes_tokens
 
@@ -43,7 +43,8 @@ def rehearsed(
 ) -> Cuts:
     """Return how the plan cuts a decoder, with the parts whole that a trial over the ranks of tp does not show equal.
 
-    Every rank must make the call, before weights are cut.
+    Every rank must make the call, before weights are cut. Under cp, what a trial of some tokens does not show equal is
+    refused.
 
     Args:
         decoder: the decoder.
@@ -57,6 +58,8 @@ def rehearsed(
         PlanError: on every rank, if a part computes something else that cannot stay whole.
     """
     structure = cuts.structure
+    if cuts.context is not None and structure is not None:
+        check_tokens_apart(structure, device)
     if not isinstance(structure, DecoderStructure) or mesh.tp.size == 1:
         return cuts
     rehearsal = _Rehearsal(decoder, structure, mesh, device)
@@ -155,7 +158,7 @@ class _Rehearsal:
         others = (m for m in (structure.head, structure.final_norm) if m is not None)
         parts = dict.fromkeys((*structure.layers, *structure.embeddings, *others))
         return [
-            [f"{self.names[module]}.{inner}".rstrip("."), self._source(module.get_submodule(inner))]
+            [f"{self.names[module]}.{inner}".rstrip("."), self.brought.source_of(module.get_submodule(inner))]
             for module in parts
             for inner in self.inside(module)
         ]
@@ -197,7 +200,7 @@ class _Rehearsal:
         kinds: dict[object, list[nn.Module]] = {}
         for index, layer in enumerate(dict.fromkeys(self.structure.layers)):
             if self.inside(layer) or (norm is not None and not index):
-                kinds.setdefault(_kind(layer, index), []).append(layer)
+                kinds.setdefault(kind_of(layer, index), []).append(layer)
         if not kinds:
             return roles
         calls = self._calls([layers[0] for layers in kinds.values()])
@@ -209,7 +212,7 @@ class _Rehearsal:
     def _calls(self, layers: list[nn.Module]) -> dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]]:
         with untouched(self.decoder, self.device):
             try:
-                found = calls_of(self.decoder, layers, rows=_ROWS, length=self._length)
+                found = calls_of(self.decoder, layers, rows=_ROWS, length=self._length, instead="ParallelPlan(tp=1)")
             except PlanError:
                 found = {}
         hidden = torch.empty(_ROWS, self._length, self.structure.embedding.embedding_dim, device="meta")
@@ -233,9 +236,9 @@ class _Rehearsal:
                 if not self._differs(part, keep_whole(roles, self.decoder, others)):
                     chosen = others
         elif self.structure.is_sequence_parallel:
-            own = next(iter(owners.values()), layer)
+            source = self.brought.source_of(next(iter(owners.values()), layer))
             raise PlanError(
-                f"{name} ({self._source(own)}) computes something else where each rank has its own tokens between the "
+                f"{name} ({source}) computes something else where each rank has its own tokens between the "
                 f"blocks, as sequence parallelism cuts them: {why}. On one device it sees all tokens. Use tp without "
                 "sequence parallelism: ParallelPlan(tp=2), or in words plan='tp2'"
             )
@@ -268,19 +271,13 @@ class _Rehearsal:
         why = differs(part, roles, self.mesh, self.device, sequence_parallel=is_cut)
         return next(filter(None, texts_of_all(why or "")), None)
 
-    def _source(self, module: nn.Module) -> str:
-        """Return a module's class, and the line at which the program's code of its forward begins."""
-        code = self.brought.code_of(module)
-        place = "" if code is None else f", {os.path.basename(code.co_filename)}:{code.co_firstlineno}"
-        return f"{type(module).__name__}{place}"
-
     def _say(self, kept: _Kept) -> None:
         """Say what stays whole, and refuse it where that is not exact."""
         modules = [self.decoder.get_submodule(name) for name in kept.names]
-        name, others = kept.names[0], len(kept.names) - 1
+        name, others, source = kept.names[0], len(kept.names) - 1, self.brought.source_of(kept.own)
         if any(map(routes_tokens, modules)):
             raise PlanError(
-                f"{name} ({self._source(kept.own)}) computes something else over the ranks of tp than on one device: "
+                f"{name} ({source}) computes something else over the ranks of tp than on one device: "
                 f"{kept.why}. With experts inside it cannot stay whole. Use ParallelPlan(tp=1)"
             )
         if not is_first_rank():
@@ -289,7 +286,7 @@ class _Rehearsal:
             "%s (%s)%s computes something else over the ranks of tp than on one device: %s. It stays whole on every "
             "rank, which is exact, but saves neither memory nor time for %.0f %% of the weights. To cut it, let it use "
             "each channel by itself, or use ParallelPlan(tp=1)",
-            name, self._source(kept.own), f" and {others} more" if others else "", kept.why,
+            name, source, f" and {others} more" if others else "", kept.why,
             _share(self.decoder, kept.names),
         )  # fmt: skip
 
@@ -301,16 +298,3 @@ class _Kept:
     names: tuple[str, ...]
     own: nn.Module
     why: str
-
-
-def _kind(layer: nn.Module, index: int) -> object:
-    """Return what two layers have in common that are tried as one: classes, code, sizes and options."""
-    return tuple(one for name, module in layer.named_modules() for one in _traits(name, module, index))
-
-
-def _traits(name: str, module: nn.Module, index: int) -> Iterator[object]:
-    yield name, type(module), tuple(codes_of(module.forward))
-    yield from ((n, p.shape) for n, p in module._parameters.items() if p is not None)
-    # Layers know their number.
-    numbered = ((n, x) for n, x in vars(module).items() if not (type(x) is int and x == index))
-    yield from ((n, x) for n, x in numbered if isinstance(x, bool | int | float | str))

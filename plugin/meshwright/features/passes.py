@@ -58,6 +58,7 @@ def watch_passes(build: Build) -> None:
         build.decoder,
         is_split=build.is_split,
         is_staged=plan.pp > 1,
+        is_shared=build.runtime.mesh.tokens.size > 1,
         parted=None if build.context is None else build.structure,
     )
     leave_out_of_graphs()

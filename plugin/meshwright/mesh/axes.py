@@ -8,10 +8,12 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from meshwright.errors import PlanError
 from meshwright.mesh.axis_sizes import AXES
 from meshwright.mesh.process_mesh import ParallelDims
 from meshwright.mesh.shared_groups import shared_group
@@ -38,6 +40,15 @@ class Axis:
 
     def __deepcopy__(self, memo: dict[int, object]) -> Axis:
         return self  # a copied model is on the same ranks
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.group is not None:
+            raise PlanError(
+                f"a model under a plan cannot be pickled: its ranks talk over process groups of this job, here of "
+                f"{self.name}. Save its weights, torch.save(meshwright.full_state_dict(model), file), or the run, "
+                "meshwright.save_checkpoint(folder, model, optimizer)"
+            )
+        return super().__reduce_ex__(protocol)
 
     @classmethod
     def over(cls, groups: Iterable[Sequence[int]], name: str) -> Axis:

@@ -73,7 +73,7 @@ def line_plot(
         ident: unique prefix of the picture's ids.
         title: text for screen readers.
         unit: function that formats a value.
-        from_zero: whether the axis of the values begins at zero.
+        from_zero: whether the axis of the values begins at zero, if none is below.
         marks: levels and steps to mark.
     """
     marks = marks or Marks()
@@ -85,7 +85,7 @@ def line_plot(
         svg.text(0, 24, "no values", "muted")
         return svg
     values = [y for _, points in drawn for _, y in points] + [value for value, _ in marks.levels]
-    low, high = (0.0 if from_zero else min(values)), max(values)
+    low, high = (min(0.0, *values) if from_zero else min(values)), max(values)
     if high <= low:
         low, high = low - abs(low) * 0.05 - 1e-9, high + abs(high) * 0.05 + 1e-9
     span = high - low

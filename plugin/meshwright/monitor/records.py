@@ -102,6 +102,7 @@ class RunRecords:
     values: list[dict[str, Any]] = field(default_factory=list)
     faults: list[dict[str, Any]] = field(default_factory=list)
     torn: int = 0
+    _starts: list[tuple[int, int, int]] = field(default_factory=list)  # first step; steps and values before the start
 
     def add(self, kind: object, record: Any) -> None:
         """Add a record; one that is malformed or of no known kind only counts as torn."""
@@ -109,9 +110,19 @@ class RunRecords:
             self.torn += 1
             return
         if kind == "run":
-            for replaced in (self.steps, self.values):
-                replaced[:] = [one for one in replaced if one["step"] <= record["first_step"]]
+            self._starts.append((record["first_step"], len(self.steps), len(self.values)))
         self._lists[kind].append(record)
+
+    def drop_replaced(self) -> None:
+        """Leave out the steps and values that a later start has replaced: those after its first step."""
+        for place, records in ((1, self.steps), (2, self.values)):
+            starts, least, kept = list(self._starts), math.inf, []
+            for index in reversed(range(len(records))):
+                while starts and starts[-1][place] > index:
+                    least = min(least, starts.pop()[0])
+                if records[index]["step"] <= least:
+                    kept.append(records[index])
+            records[:] = reversed(kept)
 
     @property
     def _lists(self) -> dict[str, list[dict[str, Any]]]:
@@ -228,6 +239,7 @@ def read_records(run: str | os.PathLike[str]) -> RunRecords:
             found.add(record.get("kind") if isinstance(record, dict) else None, record)
         except OddFileError:
             found.torn += 1
+    found.drop_replaced()
     if not found.runs and not found.steps:
         raise NoRecordsError(
             f"{path}: none of its {len(lines)} lines is a record of a run; give the folder that was passed as "

@@ -38,11 +38,12 @@ def without_wrappers(model: nn.Module) -> tuple[str, nn.Module]:
 def wrapped(model: nn.Module) -> tuple[str, nn.Module] | None:
     """Return the name and module of what a PEFT wrapper is around; None if ``model`` is not a wrapper.
 
-    Beside it a wrapper may have an encoder of prompts, or buffers that the adapters of all layers share.
+    Beside it a wrapper may have an encoder of prompts, or parameters or buffers that the adapters of all layers share.
     """
     if not hasattr(model, "peft_config") or model._parameters:
         return None
-    children = {name: child for name, child in model.named_children() if any(True for _ in child.parameters())}
+    modules = {name: child for name, child in model.named_children() if not isinstance(child, nn.ParameterDict)}
+    children = {name: child for name, child in modules.items() if any(True for _ in child.parameters())}
     name = "base_model" if "base_model" in children else next(iter(children)) if len(children) == 1 else None
     return None if name is None else (name, children[name])
 

@@ -19,7 +19,7 @@ from typing import Any
 import typing_extensions
 from torch import nn
 
-from meshwright.roles.linear_kernel import kernel_of
+from meshwright.roles.linear_kernel import form_of
 
 # What these put into a model is not the program's.
 LIBRARIES = {
@@ -69,6 +69,12 @@ class Brought:
         """Return the program's code in a module's forward, or the library's if all is a library's."""
         found = list(codes_of(module.forward))
         return next((code for code in found if not self.is_of_library(code.co_filename)), next(iter(found), None))
+
+    def source_of(self, module: nn.Module) -> str:
+        """Return a module's class, and the line at which the program's code of its forward begins."""
+        code = self.code_of(module)
+        place = "" if code is None else f", {os.path.basename(code.co_filename)}:{code.co_firstlineno}"
+        return f"{type(module).__name__}{place}"
 
     def is_own(self, function: Callable[..., Any], around: object = None) -> bool:
         """Return whether a callable runs code of the program, in itself or in a function that it holds.
@@ -124,7 +130,7 @@ class Brought:
     def _fits(self, module: nn.Module, owner: nn.Module | None) -> bool:
         """Return whether libraries put such a module into one of the owner's class."""
         kind = type(module)
-        if owner is None or kind in _LEAVES or isinstance(module, _CONTAINERS) or kernel_of(module) is not None:
+        if owner is None or kind in _LEAVES or isinstance(module, _CONTAINERS) or form_of(module) is not None:
             return True
         if kind in _NORMS:
             return bool(module._parameters.get("weight") is not None)
@@ -186,6 +192,23 @@ def _is_descriptor(x: object) -> bool:
 def _is_registry(x: object) -> bool:
     """Return whether a global is a table of functions by name, such as that of attentions."""
     return isinstance(x, Mapping) and not isinstance(x, dict) and type(x).__name__ != "_LazyModule"
+
+
+def kind_of(layer: nn.Module, index: int) -> object:
+    """Return what two layers have in common that are tried as one: classes, code, sizes and options.
+
+    Args:
+        layer: the layer.
+        index: its place, which layers know.
+    """
+    return tuple(one for name, module in layer.named_modules() for one in _traits(name, module, index))
+
+
+def _traits(name: str, module: nn.Module, index: int) -> Iterator[object]:
+    yield name, type(module), tuple(codes_of(module.forward))
+    yield from ((n, p.shape) for n, p in module._parameters.items() if p is not None)
+    numbered = ((n, x) for n, x in vars(module).items() if not (type(x) is int and x == index))
+    yield from ((n, x) for n, x in numbered if isinstance(x, bool | int | float | str))
 
 
 def _file_of(kind: type) -> str:

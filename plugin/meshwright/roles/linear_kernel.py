@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.autograd import Node, TensorFunction
+from meshwright.replaced_method import without_replacements
 
 # Takes the gradient of a linear layer's output; returns that of its weight, or None if it is computed elsewhere.
 WeightGradient = Callable[[Tensor], Tensor | None]
@@ -153,7 +154,8 @@ class _LinearNode(TensorFunction):
 
 
 PLAIN = _PlainKernel()
-_KERNELS: dict[type[nn.Module], LinearKernel] = {nn.Linear: PLAIN}
+# Each class's kernel, and the forward that it knows: a program may give the class another one.
+_KERNELS: dict[type[nn.Module], tuple[LinearKernel, Callable[..., Tensor]]] = {nn.Linear: (PLAIN, nn.Linear.forward)}
 _TRANSPOSED = _TransposedKernel()
 _OWN = "_meshwright_kernel"  # the attribute of a layer with a kernel of its own
 
@@ -165,7 +167,7 @@ def register_linear(kind: type[nn.Module], kernel: LinearKernel) -> None:
         kind: the class, such as a subclass of ``nn.Linear`` with a forward of its own.
         kernel: what its forward computes, and the gradients.
     """
-    _KERNELS[kind] = kernel
+    _KERNELS[kind] = kernel, kind.forward
 
 
 def set_kernel(module: nn.Module, kernel: LinearKernel) -> None:
@@ -175,12 +177,20 @@ def set_kernel(module: nn.Module, kernel: LinearKernel) -> None:
 
 def kernel_of(module: nn.Module) -> LinearKernel | None:
     """Return the kernel of a linear layer; None if only the layer's own forward knows how it computes."""
+    kernel = form_of(module)
+    is_own = vars(module).get(_OWN) is not None
+    return kernel if is_own or without_replacements(module, "forward") is type(module).forward else None
+
+
+def form_of(module: nn.Module) -> LinearKernel | None:
+    """Return the kernel of a linear layer's class, which has its weights in the same form, whatever it computes."""
     own: LinearKernel | None = vars(module).get(_OWN)
     if own is not None:
         return own
     for kind in type(module).__mro__:
         if kind in _KERNELS:
-            return _KERNELS[kind] if type(module).forward is kind.forward else None
+            kernel, forward = _KERNELS[kind]
+            return kernel if type(module).forward is forward else None
     # transformers' class, and copies of it in models with code of their own
     is_transposed = type(module).__name__ == "Conv1D" and hasattr(module, "nf") and module.weight.ndim == 2
     return _TRANSPOSED if is_transposed else None

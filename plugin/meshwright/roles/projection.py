@@ -7,18 +7,18 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from meshwright.layout.packed_weights import matrix_shape
 from meshwright.roles.adapters import projection
-from meshwright.roles.linear_kernel import kernel_of
+from meshwright.roles.linear_kernel import form_of
 
 
 def is_projection(module: nn.Module) -> bool:
     """Return whether a module is a linear projection, with or without a bias or adapters."""
     module = projection(module)
-    return isinstance(module, nn.Linear) or kernel_of(module) is not None
+    return isinstance(module, nn.Linear) or form_of(module) is not None
 
 
 def output_dim(module: nn.Module) -> int:
     """Return the dim of a module's weight that is its output."""
-    kernel = kernel_of(projection(module))
+    kernel = form_of(projection(module))
     return 0 if kernel is None else kernel.output_dim
 
 

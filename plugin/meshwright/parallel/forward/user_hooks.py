@@ -1,4 +1,4 @@
-"""Finds the program's own hooks inside a distributed model, and warns where they see parts of activations."""
+"""Finds the program's own hooks inside a distributed model, and warns where they see parts of the batch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import weakref
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.hooks import RemovableHandle
 
 from meshwright.autograd import Node, TensorFunction
 from meshwright.errors import PlanError
@@ -18,7 +19,6 @@ from meshwright.parallel.autograd_graph import in_backward
 from meshwright.parallel.foreign_hooks import (
     has_foreign_hooks,
     hook_tables,
-    hooks_of,
     hooks_of_all_modules,
     is_of_program,
     source_of,
@@ -30,9 +30,13 @@ from meshwright.temporarily import temporarily
 logger = logging.getLogger(__name__)
 
 _PARTED = (
-    "a hook on %s sees this rank's tokens only, since ParallelPlan.cp > 1 cuts every sequence. What it computes from "
-    "several tokens, such as a loss or a norm, differs from one device. Compute it from the model's output or from the "
-    "gradients of parameters, or use ParallelPlan(cp=1)"
+    "a forward hook on %s sees this rank's tokens only, since ParallelPlan.cp > 1 cuts every sequence. A loss computed "
+    "from them differs from one device. Compute the loss from the model's output, or use ParallelPlan(cp=1)"
+)
+_SHARED = (
+    "a backward hook on %s (%s) sees the gradient of this rank's rows or tokens, or of one micro-batch, since the plan "
+    "cuts the batch: a norm or a limit that it computes differs from one device. Work on the gradients of weights, "
+    "which are those of the whole batch: p.register_hook(hook), or mw.clip_grad_norm_(model, 1.0)"
 )
 _SPLIT = (
     "a forward hook on %s has kept its output, but runs once for each micro-batch, and the backward passes of all but "
@@ -55,6 +59,7 @@ class HookedModules:
         model: the model whose inner modules are searched.
         is_split: whether modules run once for each of several micro-batches; this attribute may change later.
         is_staged: whether the model's call runs every backward pass, as a pipeline does; see ``running``.
+        is_shared: whether ranks of dp or cp share the batch.
         parted: the model's structure under context parallelism, where modules have this rank's tokens only.
 
     Attributes:
@@ -69,6 +74,7 @@ class HookedModules:
         *,
         is_split: bool,
         is_staged: bool = False,
+        is_shared: bool = False,
         parted: Decoder | None = None,
     ):
         self._modules = [(name, module) for name, module in model.named_modules() if name]
@@ -76,8 +82,9 @@ class HookedModules:
         parted_ids = {id(module) for module in _parted(model, parted)}
         self._parted = {name for name, module in self._modules if id(module) in parted_ids}
         self._hooks_seen: tuple[int, bool] | None = None
-        self._has_warned = False
-        self.is_split, self.is_staged = is_split, is_staged
+        self._has_warned = self._has_told = False
+        self._last_handle = -1
+        self.is_split, self.is_staged, self._is_shared = is_split, is_staged, is_shared
         self._watched: set[str] = set()
         self._outputs: dict[str, list[list[weakref.ref[Tensor]]]] = {}  # of each micro-batch of the last pass
         self.is_running = False
@@ -107,6 +114,8 @@ class HookedModules:
                 f"a hook on all modules of torch ({source_of(every[0])}) would see this rank's parts of activations, "
                 "since the plan cuts them over tp. Register it on the modules that it needs, before to_distributed"
             )
+        if trains and not self._has_told and RemovableHandle.next_id != self._last_handle:
+            self._look_at_backward()
         if self.whole is None and not (trains and (self._parted or self.is_split or self.is_staged)):
             return
         hooks = sum(map(sum, self._tables))  # of their numbers, which torch gives once
@@ -114,10 +123,9 @@ class HookedModules:
             return
         self._hooks_seen = hooks, trains
         found = {name: module for name, module in self._modules if has_foreign_hooks(module)}
-        parted = [name for name, x in self._modules if name in self._parted and any(map(is_of_program, hooks_of(x)))]
-        if trains and parted and not self._has_warned:
+        if trains and not self._has_warned and (parted := next((name for name in found if name in self._parted), None)):
             self._has_warned = True
-            logger.warning(_PARTED, parted[0])
+            logger.warning(_PARTED, parted)
         for name, module in found.items() if trains and (self.is_staged or self.is_split) else ():
             if name not in self._watched:
                 self._watched.add(name)
@@ -126,6 +134,18 @@ class HookedModules:
             self.whole.kept = self.add_output if self.is_split and not self.is_staged else None
             for name, module in self._modules:
                 self.whole.take(name, module)
+
+    def _look_at_backward(self) -> None:
+        """Warn once if a hook sees gradients of a part of the batch; only new handles of torch can be such hooks."""
+        self._last_handle = RemovableHandle.next_id
+        if not (self._is_shared or self.is_split):
+            return
+        for name, module in self._modules:
+            for hook in (*module._backward_hooks.values(), *module._backward_pre_hooks.values()):
+                if is_of_program(hook):
+                    self._has_told = True
+                    logger.warning(_SHARED, name, source_of(getattr(hook, "of_program", hook)))
+                    return
 
     def look_at_kept(self, *, has_ended: bool) -> None:
         """Warn once if the program keeps outputs of micro-batches whose backward is over.

@@ -77,7 +77,7 @@ class RandomValues:
 
 
 def calls_of(
-    model: nn.Module, layers: Collection[nn.Module], *, rows: int, length: int
+    model: nn.Module, layers: Collection[nn.Module], *, rows: int, length: int, instead: str
 ) -> dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]]:
     """Return the arguments that layers get in a pass without values, which ends with the last of them.
 
@@ -86,6 +86,7 @@ def calls_of(
         layers: some of its layers.
         rows: the number of rows.
         length: the number of tokens of a row.
+        instead: the plan to use if the decoder cannot be run in this way, for the message.
 
     Raises:
         PlanError: if the decoder cannot be run in this way.
@@ -102,7 +103,7 @@ def calls_of(
             stack.enter_context(_pre_hook(layer, keep))
         with contextlib.suppress(_Done):
             run_without_values(
-                model, rows=rows, length=length, instead="ParallelPlan(tp=1)", is_done=lambda: len(found) == len(layers)
+                model, rows=rows, length=length, instead=instead, is_done=lambda: len(found) == len(layers)
             )
     return found
 

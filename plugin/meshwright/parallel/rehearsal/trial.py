@@ -1,4 +1,4 @@
-"""Runs a part of a decoder whole and cut over tp, on a few random tokens, and compares outputs and gradients."""
+"""Runs a part of a decoder whole and cut, on a few random tokens: over tp, with gradients, or some of the tokens."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import copy
 import random
 import zlib
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -83,7 +83,7 @@ def differs(
         group: Any = WatchedGroup(mesh.tp.group)
         watched = replace(mesh, tp=replace(mesh.tp, group=group))
         with untouched(root, device), _WithoutDropout(), torch.enable_grad():
-            trial = _Trial(part, root, watched, RandomValues(dtype, device))
+            trial = _Trial(part, root, RandomValues(dtype, device))
             whole, error = attempt(trial.whole)
             if not group.agree("run whole", is_well=whole is not None):
                 failure = f"it cannot be run on random values ({_said(error)})"
@@ -91,12 +91,45 @@ def differs(
                 continue
             assert whole is not None
             try:
-                found = trial.difference(whole, plan, sequence_parallel=sequence_parallel)
+                found = trial.difference(whole, plan, watched, sequence_parallel=sequence_parallel)
             except Exception as raised:
                 found = f"cut over tp it raises {_said(raised)}"
             is_equal = group.agree("compare", is_well=found is None)
             return None if is_equal else found or "on another rank it differs"
     return failure
+
+
+def differs_by_tokens(
+    part: TriedPart, device: torch.device, parts: Sequence[tuple[slice, Callable[[Any], Any]]]
+) -> str | None:
+    """Return how a part of a decoder computes something else of some tokens of a row than of all; None if it does not.
+
+    It runs in the dtypes of :func:`differs`.
+
+    Args:
+        part: the part, which stays as it is; its output has the tokens in dim 1.
+        device: the device to run on.
+        parts: some of the tokens, and what leaves them alone of the part's arguments, a tuple of ``(args, kwargs)``.
+    """
+    root, failure = _decoder_of({**part.beside, **part.modules}), ""
+    for dtype in dict.fromkeys((torch.float64, part.dtype)):
+        with untouched(root, device), _WithoutDropout():
+            trial = _Trial(part, root, RandomValues(dtype, device))
+            try:
+                whole = trial.of_tokens()
+            except Exception as error:
+                failure = f"it cannot be run on random values ({_said(error)})"
+                continue
+            try:
+                found = max(_distance(trial.of_tokens(cut), whole[:, tokens]) for tokens, cut in parts)
+            except Exception as error:
+                return f"of some of the tokens it raises {_said(error)}"
+            return None if found <= _tolerance(dtype) else f"its output differs by {found:.0e} of its largest element"
+    return failure
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    return max(_IN_FLOAT32, _ROUNDINGS * torch.finfo(dtype).eps)
 
 
 @dataclass(frozen=True)
@@ -111,8 +144,8 @@ class _Result:
 class _Trial:
     """The runs of a part in one dtype, on parameters and buffers that take the places of the program's."""
 
-    def __init__(self, part: TriedPart, root: nn.Module, mesh: Mesh, values: RandomValues):
-        self.part, self.root, self.mesh, self.values = part, root, mesh, values
+    def __init__(self, part: TriedPart, root: nn.Module, values: RandomValues):
+        self.part, self.root, self.values = part, root, values
         places: list[tuple[Any, Callable[[Tensor], Tensor]]] = [
             (module._parameters, values.weight) for module in root.modules()
         ]
@@ -124,17 +157,24 @@ class _Trial:
         self._renew()
         return self._passed()
 
-    def difference(self, whole: _Result, plan: ShardingPlan, *, sequence_parallel: bool) -> str | None:
+    def of_tokens(self, cut: Callable[[Any], Any] = lambda given: given) -> Tensor:
+        """Return the output of the part without gradients, of what ``cut`` leaves of its arguments."""
+        self._renew()
+        args, kwargs = cut(self.part.arguments(self.values))
+        with torch.no_grad():
+            return self._ran(args, kwargs)
+
+    def difference(self, whole: _Result, plan: ShardingPlan, mesh: Mesh, *, sequence_parallel: bool) -> str | None:
         """Cut the part, run it over the ranks, and return how the result differs; None if it does not."""
         self._renew()
-        tp, device = self.mesh.tp, self.values.device
+        tp, device = mesh.tp, self.values.device
         structure = describe(self.root, plan, tp=tp.size, sequence_parallel=sequence_parallel, is_part=True)
-        shards = make_shards(self.root, structure.parameters, self.mesh, device, lambda *_: None)
+        shards = make_shards(self.root, structure.parameters, mesh, device, lambda *_: None)
         attach_shards(self.root, shards)
-        streams = DropoutStreams(mesh=self.mesh, seed=0)
+        streams = DropoutStreams(mesh=mesh, seed=0)
         install_tensor_parallel(structure, tp, streams=streams, keep_logits_sharded=lambda: False, is_staged=False)
         cut = self._passed()
-        tolerance = max(_IN_FLOAT32, _ROUNDINGS * torch.finfo(self.values.dtype).eps)
+        tolerance = _tolerance(self.values.dtype)
         if _distance(cut.output, whole.output) > tolerance:
             return f"its output differs by {_distance(cut.output, whole.output):.0e} of its largest element"
         if whole.of_input is not None and _distance(cut.of_input, whole.of_input) > tolerance:
@@ -159,16 +199,19 @@ class _Trial:
         args, kwargs = self.part.arguments(self.values)
         inputs = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point()]
         given = inputs[0].requires_grad_() if inputs else None
-        output: Any = None
-        for module in self.part.modules.values():
-            output = module(*args, **kwargs)
-            output = output[0] if isinstance(output, tuple) else output
-            args, kwargs = (output,), {}
+        output = self._ran(args, kwargs)
         output.backward(self.values.normal(output.shape))
         parameters = list(self.root.parameters())
+        return _Result(output.detach(), None if given is None else given.grad, [p.grad for p in parameters])
+
+    def _ran(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        for module in self.part.modules.values():
+            returned = module(*args, **kwargs)
+            output: Tensor = returned[0] if isinstance(returned, tuple) else returned
+            args, kwargs = (output,), {}
         if not output.isfinite().all():
             raise ValueError("its output is not finite")
-        return _Result(output.detach(), None if given is None else given.grad, [p.grad for p in parameters])
+        return output
 
 
 def _whole_gradients(p: nn.Parameter, own: Tensor | None, known: Tensor | None, tp: Axis) -> tuple[Tensor, Tensor]:

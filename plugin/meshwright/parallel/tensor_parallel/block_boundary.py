@@ -33,7 +33,7 @@ from meshwright.parallel.tensor_parallel.regather import RegatheredProjections
 from meshwright.parallel.tensor_parallel.sequence_parallel import SequenceSharding
 from meshwright.roles.adapters import projection
 from meshwright.roles.blocks import Block
-from meshwright.roles.linear_kernel import kernel_of
+from meshwright.roles.linear_kernel import form_of
 
 
 @dataclass
@@ -76,7 +76,7 @@ class BlockHooks:
         self._sharers = [self]  # the blocks with the same output projection
         # Only the projection has a bias. The reduction sums the projection's output and its adapters' output.
         self._row = projection(block.row)
-        kernel = kernel_of(self._row)
+        kernel = form_of(self._row)
         self._needs_bias = kernel is not None and kernel.needs_bias
         block.row.register_forward_pre_hook(self._lift_bias)
         block.row.register_forward_hook(self._reduce, always_call=True)

@@ -120,7 +120,7 @@ def read_config(source: Any) -> tuple[Mapping[str, Any], str]:
         return read_config({**config, "_attn_implementation": attention} if attention else config)
     path = config_path(source)
     try:
-        config = read_json(path)
+        config = read_json(path, takes_last=True)  # as from_pretrained reads it
     except (OddFileError, OSError) as error:
         raise WrongConfigError(f"{path}: not a JSON file of a model's config ({error})") from None
     if not isinstance(config, dict):

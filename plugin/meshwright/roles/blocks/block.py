@@ -14,7 +14,7 @@ from meshwright.layout.row_layout import RowLayout
 from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.roles.adapters import is_adapted, projection
 from meshwright.roles.blocks.head_layout import HeadLayout
-from meshwright.roles.linear_kernel import kernel_of
+from meshwright.roles.linear_kernel import form_of
 from meshwright.roles.projection import in_features, is_projection, output_dim
 from meshwright.roles.roled_model import RoledModel
 from meshwright.roles.sharding_plan import BlockPart, Role
@@ -128,7 +128,7 @@ class Block(BlockKind):
     def localise(self, rank: int) -> None:
         """Set what the block's modules have read from the sizes of one device to a rank's part."""
         for module in map(projection, (*self.columns, self.row)):
-            if (kernel := kernel_of(module)) is not None:
+            if (kernel := form_of(module)) is not None:
                 kernel.fit(module)
 
     @property
