@@ -133,7 +133,7 @@ def splits(
 def held_out(run: Run) -> bool:
     """Return whether a run belongs to the test split: two whole sources, and a quarter of the models by a hash.
 
-    The split was set aside after the form of the step model was settled. docs/planner.md says which choices were made
+    The split was set aside after the form of the step model was settled. evidence/planner.md says which choices were made
     with the test split in sight.
     """
     digest = hashlib.sha256("x".join(map(str, _model(run))).encode()).digest()
