@@ -20,7 +20,7 @@ _REMARKS = {
     "gpt-sw3": "GPT-2's class",
     "internlm3": "Llama's class",
     "iquestcoder": "Llama's class",
-    "lfm2": "with attention layers only; [context.md](../docs/context.md#recurrences-and-convolutions-over-tokens) has its convolutions",
+    "lfm2": "with attention layers only; [context.md](../docs/context.md) has its convolutions",
     "stablelm": "with qk_layernorm its attention stays whole",
 }
 _DECODER_HALF = "the decoder of an encoder-decoder model; its cross-attention is sharded too"
@@ -58,7 +58,8 @@ def render(
         "- tied: one matrix for embedding and head",
         "- packed: two documents per row, separated by `position_ids`",
         "",
-        "[What was compared](../docs/compared.md#a-model-that-is-not-in-the-tables) says what a model that is not here needs.",
+        "[What was compared](../docs/compared.md#a-model-that-is-not-in-the-tables) says what a model that is not here "
+        "needs.",
         "",
         "## Equal to one device",
         "",

@@ -200,7 +200,7 @@ def main(
     results: Annotated[list[Path], typer.Argument(help="files that conformance.families.reach wrote")],
     keep: Annotated[bool, typer.Option("--keep", help="keep what the page says of programs that no file has")] = False,
 ) -> None:
-    """Write evidence/models.json and evidence/models.md from the results of sweeps; later files replace earlier ones."""
+    """Write models.json and models.md of evidence/ from the results of sweeps; later files replace earlier ones."""
     kept = results_of(from_json(DATA.read_text())[1]) if keep else {}
     DATA.write_text(to_json(rows_of(kept | read(results))))
     versions, rows = from_json(DATA.read_text())

@@ -1,4 +1,4 @@
-"""``python -m conformance.outside_scripts``: run published scripts under plans and write evidence/outside_scripts.md."""
+"""``python -m conformance.outside_scripts``: run published scripts and write evidence/outside_scripts.md."""
 
 from __future__ import annotations
 

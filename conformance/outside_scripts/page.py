@@ -67,7 +67,8 @@ def render(rows: Sequence[Row], plans: Sequence[str], versions: Mapping[Source, 
         "",
         "Each script keeps its arguments. Only these lines change (the second column counts them):",
         "",
-        "- In transformers' `run_clm.py`, `Trainer` is imported as `MeshwrightTrainer` ([trainer.md](../docs/trainer.md)).",
+        "- In transformers' `run_clm.py`, `Trainer` is imported as `MeshwrightTrainer` "
+        "([trainer.md](../docs/trainer.md)).",
         "- In TRL's scripts, the trainer's class gets the mixin `MeshwrightTrainerMixin`.",
         "- In scripts for accelerate, `Accelerator` is imported from `meshwright_hf.accelerate` "
         "([accelerate.md](../docs/accelerate.md)).",
