@@ -74,7 +74,7 @@ help:
 	@echo 'make gpu           numbers, memory, time and faults on a GPU, in one page; 25 minutes; GPU=--help lists options'
 	@echo 'make bench-planner the planner against measured runs and traced steps; RUNS=path for another table'
 	@echo 'make bench-choice  the plan that is picked on this machine against all others; a quarter of an hour'
-	@echo 'make families      every type of five mappings of transformers against one device; writes docs/families.md and models.md; less than an hour on 2 cores'
+	@echo 'make families      every type of five mappings of transformers against one device; writes evidence/families.md and models.md; less than an hour on 2 cores'
 	@echo 'make kills         a save that is killed, or finds the disk full, at each of its steps; ten minutes'
 	@echo 'make resumes       runs of 20 steps under ten plans, loaded after each step and compared to the bit'
 	@echo 'make random-kills  runs whose ranks are really killed or stopped, with restarts; half an hour'

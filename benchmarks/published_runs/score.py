@@ -133,8 +133,8 @@ def splits(
 def held_out(run: Run) -> bool:
     """Return whether a run belongs to the test split: two whole sources, and a quarter of the models by a hash.
 
-    The split was set aside after the form of the step model was settled. docs/planner.md says which choices were made
-    with the test split in sight.
+    The split was set aside after the form of the step model was settled. evidence/planner.md says which choices were
+    made with the test split in sight.
     """
     digest = hashlib.sha256("x".join(map(str, _model(run))).encode()).digest()
     return run.group.split()[0] in _TEST_SOURCES or digest[0] % 4 == 0

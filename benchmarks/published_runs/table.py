@@ -41,7 +41,7 @@ _LINE = re.compile(r": line (\d+): ")
 _REASONS = 12  # largest number of reasons that are listed
 _SHOWN = 6  # largest number of lines of dropped rows that are listed for one reason
 # Estimated over available memory from which a run cannot have been as it is read: other frameworks keep up to 1.4
-# times less than the estimate, and more in most cases (docs/planner.md).
+# times less than the estimate, and more in most cases (evidence/planner.md).
 _FAR_TOO_MUCH = 2.0
 # Stated weights over those that the sizes imply; a dense row of a published table is at most a tenth above it.
 _TOO_LARGE = 1.5

@@ -1,4 +1,4 @@
-"""``python -m conformance.families``: check every family and write docs/families.md."""
+"""``python -m conformance.families``: check every family and write evidence/families.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes docs/families_context.md from the results of sweeps; a test compares the page with the planner's tables.
+"""Writes evidence/families_context.md from the results of sweeps; a test compares the page with the planner's tables.
 
 python -m conformance.families.context_page cp2.jsonl cp4.jsonl
 """
@@ -24,7 +24,7 @@ from conformance.families.page import verdict
 from conformance.families.parity import TOLERANCE
 from meshwright.plan.context_methods import METHODS
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "families_context.md"
+PAGE = Path(__file__).resolve().parents[2] / "evidence" / "families_context.md"
 REFUSED = "refused"
 
 
@@ -52,7 +52,7 @@ def render(programs: Mapping[str, Differences | str]) -> str:
         "",
         paragraph(
             f"Each of {len(found)} dense decoders of transformers {transformers.__version__} runs under each method of "
-            f"[context parallelism](context.md) on {' and on '.join(map(str, sizes))} ranks, with torch "
+            f"[context parallelism](../docs/context.md) on {' and on '.join(map(str, sizes))} ranks, with torch "
             f"{torch.__version__}: a model of two layers with random weights and biases, in float64, with "
             f"{_list(ROWS)} rows. The loss, the norm and every gradient are compared with one device. "
             f"{sum(off <= TOLERANCE for off in differences)} of {len(differences)} programs differ by at most "

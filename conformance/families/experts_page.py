@@ -1,4 +1,4 @@
-"""The section of docs/families.md on types with experts, from the results of ``conformance.families.experts``."""
+"""The section of evidence/families.md on types with experts, from the results of ``conformance.families.experts``."""
 
 from __future__ import annotations
 

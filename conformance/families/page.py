@@ -1,4 +1,4 @@
-"""Writes docs/families.md from the results of a sweep; a test reads the page back and compares it with the code."""
+"""Writes evidence/families.md from the results of a sweep; a test reads the page back and compares it with the code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from conformance.families.models import DENSE, model_types
 from conformance.families.parity import TOLERANCE, Record
 from conformance.families.refusals import Refusal
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "families.md"
+PAGE = Path(__file__).resolve().parents[2] / "evidence" / "families.md"
 
 _REMARKS = {
     "falcon": "alibi and multi-query here; its other two orders of fused rows have plans too",
@@ -20,7 +20,7 @@ _REMARKS = {
     "gpt-sw3": "GPT-2's class",
     "internlm3": "Llama's class",
     "iquestcoder": "Llama's class",
-    "lfm2": "with attention layers only; [hybrids.md](hybrids.md) has its convolutions",
+    "lfm2": "with attention layers only; [context.md](../docs/context.md) has its convolutions",
     "stablelm": "with qk_layernorm its attention stays whole",
 }
 _DECODER_HALF = "the decoder of an encoder-decoder model; its cross-attention is sharded too"
@@ -58,26 +58,8 @@ def render(
         "- tied: one matrix for embedding and head",
         "- packed: two documents per row, separated by `position_ids`",
         "",
-        "## A model that is not in the table",
-        "",
-        "Roles are inferred from the structure. Some facts cannot be inferred from the structure, such as the order of "
-        "fused rows or the role of a single weight. `plugin/meshwright/roles/family_hints.py` lists them, in a line or "
-        "two per family. The same rules infer the roles of a class that is not in the table. A module of a layer with "
-        "a parameter that has no clear role stays whole, and the log says which share of the weights is cut. In "
-        "a module around experts `to_distributed` raises an error that lists the names, before anything is "
-        "changed. Most such classes need only a hint:",
-        "",
-        "<!-- given: mw, own_decoder as model -->",
-        "```python",
-        "# A decoder of your own, whose attention stacks all queries, then all keys, then all values in `attn.qkv`.",
-        'mw.register_plan("my_model", mw.infer_plan(model, {"attn.qkv": mw.Role.QKV}))  # by config.model_type',
-        "```",
-        "",
-        "Some faults show only when a model runs, and raise an error in its first pass: a block that reads the weight "
-        "of its output projection instead of calling the projection, a block that adds its own input to its output, a "
-        "layer that receives a second activation with a gradient. What a program brings itself, arithmetic without "
-        "weights across the width of an MLP or across heads included, is tried before it is cut "
-        "([the rehearsal](design.md#decisions)).",
+        "[What was compared](../docs/compared.md#a-model-that-is-not-in-the-tables) says what a model that is not here "
+        "needs.",
         "",
         "## Equal to one device",
         "",

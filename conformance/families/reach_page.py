@@ -1,4 +1,4 @@
-"""Writes docs/models.md and docs/models.json from the results of the sweep over all mappings.
+"""Writes evidence/models.md and evidence/models.json from the results of the sweep over all mappings.
 
 python -m conformance.families.reach_page reach.jsonl
 python -m conformance.families.reach_page --keep some.jsonl    # after a few programs have run again
@@ -26,8 +26,8 @@ from conformance.families.parity import TOLERANCE
 from conformance.families.reach import PLANS, STATUSES, Cell
 from conformance.families.tiny_models import MAPPINGS, types_of
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
-PAGE, DATA = DOCS / "models.md", DOCS / "models.json"
+EVIDENCE = Path(__file__).resolve().parents[2] / "evidence"
+PAGE, DATA = EVIDENCE / "models.md", EVIDENCE / "models.json"
 _WORDS = {"crashes": "error", "unbuilt": "no model"}
 _LONGEST = 200  # characters of a reason in the data
 _GROUPED = 120  # characters of a reason on the page; types whose reasons begin alike share a number
@@ -136,7 +136,7 @@ def render(versions: Mapping[str, str], rows: list[Row]) -> str:
             "- no model: no tiny model or batch is found, or a package is missing",
             "",
             paragraph(
-                "`docs/models.json` has the same rows for programs. [families.md](families.md) compares "
+                "`evidence/models.json` has the same rows for programs. [families.md](families.md) compares "
                 "causal LMs with more traits, such as packed rows and tied weights."
             ),
             "",
@@ -200,7 +200,7 @@ def main(
     results: Annotated[list[Path], typer.Argument(help="files that conformance.families.reach wrote")],
     keep: Annotated[bool, typer.Option("--keep", help="keep what the page says of programs that no file has")] = False,
 ) -> None:
-    """Write docs/models.json and docs/models.md from the results of sweeps; later files replace earlier ones."""
+    """Write models.json and models.md of evidence/ from the results of sweeps; later files replace earlier ones."""
     kept = results_of(from_json(DATA.read_text())[1]) if keep else {}
     DATA.write_text(to_json(rows_of(kept | read(results))))
     versions, rows = from_json(DATA.read_text())

@@ -1,4 +1,4 @@
-"""Writes docs/families_pipeline.md from the results of sweeps over pipeline stages.
+"""Writes evidence/families_pipeline.md from the results of sweeps over pipeline stages.
 
 torchrun --nproc-per-node 2 -m conformance.families.stages --results stages.jsonl
 torchrun --nproc-per-node 4 -m conformance.families.stages --results stages.jsonl
@@ -22,7 +22,7 @@ from conformance.families.one_device import ROWS
 from conformance.families.page import verdict
 from conformance.families.parity import TOLERANCE
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "families_pipeline.md"
+PAGE = Path(__file__).resolve().parents[2] / "evidence" / "families_pipeline.md"
 STAGES = (2, 4)
 
 

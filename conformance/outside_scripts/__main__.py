@@ -1,4 +1,4 @@
-"""``python -m conformance.outside_scripts``: run published scripts under plans and write docs/outside_scripts.md."""
+"""``python -m conformance.outside_scripts``: run published scripts and write evidence/outside_scripts.md."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from conformance.outside_scripts.catalogue import SCRIPTS, Script, Source
 from conformance.outside_scripts.page import Row, render, version
 
 PLANS = ("tp2", "tp2+sp", "dp2 tp2+sp zero1", "dp2 zero3")
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "outside_scripts.md"
+PAGE = Path(__file__).resolve().parents[2] / "evidence" / "outside_scripts.md"
 TRL_PRELOAD = ["trl.trainer.sft_trainer", "trl.trainer.dpo_trainer", "trl.trainer.reward_trainer"]
 
 

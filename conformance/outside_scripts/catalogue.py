@@ -214,5 +214,5 @@ LEFT_OUT = {
     "accelerate's `cross_validation.py` and `schedule_free.py`": "need scikit-learn and schedulefree",
     "accelerate's `deepspeed_with_config_support.py`, `fsdp_with_peak_mem_tracking.py` and "
     "`megatron_lm_gpt_pretraining.py`": "are about another engine, whose plugin `prepare` refuses",
-    "TRL's `grpo.py` and `rloo.py`": "draw their completions at random; [trainer.md](trainer.md) says what a plan does",
+    "TRL's `grpo.py` and `rloo.py`": "draw their completions at random ([trainer.md](../docs/trainer.md))",
 }

@@ -1,4 +1,4 @@
-"""Writes docs/outside_scripts.md from the results."""
+"""Writes evidence/outside_scripts.md from the results."""
 
 from __future__ import annotations
 
@@ -67,10 +67,11 @@ def render(rows: Sequence[Row], plans: Sequence[str], versions: Mapping[Source, 
         "",
         "Each script keeps its arguments. Only these lines change (the second column counts them):",
         "",
-        "- In transformers' `run_clm.py`, `Trainer` is imported as `MeshwrightTrainer` ([trainer.md](trainer.md)).",
+        "- In transformers' `run_clm.py`, `Trainer` is imported as `MeshwrightTrainer` "
+        "([trainer.md](../docs/trainer.md)).",
         "- In TRL's scripts, the trainer's class gets the mixin `MeshwrightTrainerMixin`.",
         "- In scripts for accelerate, `Accelerator` is imported from `meshwright_hf.accelerate` "
-        "([accelerate.md](accelerate.md)).",
+        "([accelerate.md](../docs/accelerate.md)).",
         "",
         "The launcher sets the plan. A step has the same rows under every plan, so the script's arguments give each "
         "data-parallel rank its share of the rows.",
@@ -100,7 +101,7 @@ def render(rows: Sequence[Row], plans: Sequence[str], versions: Mapping[Source, 
         "batches of a process, and rounds it up. So the row marked as an epoch has 96 rows, which is divisible by the "
         "batches, dp and accumulation. With 98 rows it differed by 3e-2 under dp2: the learning rate ended after 6.5 "
         "updates instead of 7. Pass `--max_train_steps` for other numbers of rows.",
-        "- Dropout is 0, since a plan draws other masks ([equality.md](equality.md#by-design)).",
+        "- Dropout is 0, since a plan draws other masks ([equality.md](../docs/equality.md#by-design)).",
         "",
         "Not run:",
         "",

@@ -1,1 +1,1 @@
-"""Pretraining on text files: tokenizer, shards, packed stream, validation, checkpoints. See docs/pretraining.md."""
+"""Pretraining on text files: tokenizer, shards, packed stream, validation, checkpoints. See docs/sft.md."""

@@ -28,8 +28,8 @@ from support.tiers import crossings
 
 EXCERPT = Path(__file__).parents[1] / "data" / "published_runs_excerpt.csv"
 SEEDS = (0, 1)
-# The goals of the planner, with 8 rows of the same source; the excerpt is smaller than the table in docs/planner.md,
-# and one odd row weighs more. DGXC's 8-bit runs miss their 3 %: see there.
+# The goals of the planner, with 8 rows of the same source; the excerpt is smaller than the table in
+# evidence/planner.md, and one odd row weighs more. DGXC's 8-bit runs miss their 3 %: see there.
 GOALS = {
     "vTrain A100 16-bit": 0.10,
     "llm-foundry H100-80GB 16-bit": 0.06,

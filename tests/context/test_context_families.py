@@ -1,4 +1,4 @@
-"""docs/families_context.md has a row for every dense decoder, and refuses those that the planner leaves out."""
+"""evidence/families_context.md has a row for every dense decoder, and refuses those that the planner leaves out."""
 
 from __future__ import annotations
 

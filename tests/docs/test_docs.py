@@ -33,28 +33,17 @@ unknown = set(filter(None, extras.split(","))) - set(metadata("meshwright").get_
 sys.exit(f"no such extra: {{unknown}}" if command != "install" or unknown else 0)
 """
 PARSED_ONLY = {
-    "benchmarks.compiled_layers": "takes minutes, and a quiet machine; tests/distribute/test_compile.py counts graphs",
-    "conformance.families.context": "takes minutes; tests/context/test_context.py trains families under every method",
-    "conformance.families.context_page": "reads what a sweep of minutes has written",
-    "conformance.families.reach": "takes an hour; tests/roles/test_reach.py compares some types",
-    "conformance.families.static": "takes minutes; tests/spmd/test_spmd.py checks families in the same way",
-    "conformance.families.stages": "takes minutes; tests/pipeline/test_pipeline.py trains three families",
-    "conformance.families.stages_page": "reads what a sweep of minutes has written",
     "conformance.gpu": "takes minutes and a GPU; tests/gpu_command/test_gpu_command.py runs it on a CPU",
-    "conformance.outside_scripts": "takes checkouts of other projects; tests/integrations/test_outside_scripts.py",
-    "conformance.precision": "takes minutes; tests/optim/test_summation_orders.py compares some plans",
     "conformance.random_programs": "takes minutes; tests/distribute/test_random_programs.py runs some of them",
-    "benchmarks.referee": "sleeps for half a minute; tests/faults/test_referee.py checks what it measures",
     "examples.vision_language": "trains three times; tests/examples/test_examples.py compares the losses",
     "sweep": "searches for minutes; tests/cli/test_questions.py and tests/planner search",
     "--num_machines": "needs two machines; tests/cli/test_launch_hosts.py makes two and launches over them",
 }
 # Pages that run whole programs, which other tests run too.
 WHOLE_PROGRAMS = [
-    "CONTRIBUTING.md", "accelerate.md", "calibration.md", "checkpoints.md", "compile.md", "context.md", "cuda.md",
-    "data.md", "deepspeed.md", "gaps.md", "launching.md", "lora.md", "moe.md", "pipeline.md", "plan_70b.md",
-    "planner.md", "pretraining.md", "primitives.md", "questions.md", "sft.md", "trainer.md", "transformers.md",
-    "verify.md", "vision.md",
+    "CONTRIBUTING.md", "accelerate.md", "checkpoints.md", "compile.md", "context.md", "cuda.md", "data.md",
+    "deepspeed.md", "launching.md", "lora.md", "moe.md", "pipeline.md", "planner.md", "primitives.md", "sft.md",
+    "trainer.md", "transformers.md", "verify.md", "vision.md",
 ]  # fmt: skip
 ADDED = {
     "calibrate": (["--seconds", "1"], "measures for 100 seconds unless told otherwise"),

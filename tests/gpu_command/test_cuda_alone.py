@@ -1,4 +1,4 @@
-"""docs/cuda.md lists every file that names CUDA, so that nothing else is for CUDA devices alone."""
+"""evidence/cuda.md lists every file that names CUDA, so that nothing else is for CUDA devices alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def names_cuda(source: str) -> bool:
 
 
 def test_the_files_that_name_cuda_are_those_of_the_docs() -> None:
-    table = (ROOT / "docs/cuda.md").read_text().partition("## Other accelerators")[2].partition("\n## ")[0]
+    table = (ROOT / "evidence/cuda.md").read_text().partition("## Other accelerators")[2].partition("\n## ")[0]
     listed = set(re.findall(r"`([\w/]+\.py)`", table)) - {"tests/gpu_command/test_cuda_alone.py"}
     found = {
         prefix + path.relative_to(ROOT / folder).as_posix()

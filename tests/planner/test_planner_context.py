@@ -95,7 +95,7 @@ def sent(context: str, cp: int, tp: int = 1, ulysses: int | None = None) -> tupl
 
 
 def test_what_each_method_sends() -> None:
-    """q = 4096 and v = 1024 elements per position; see the formulas in docs/planner.md."""
+    """q = 4096 and v = 1024 elements per position; see the formulas in evidence/planner.md."""
     q, v = 4096, 1024
     for c in (2, 4, 8):
         assert sent("gather", c) == (2 * v * (c - 1), 3 * 2 * v * (c - 1))

@@ -1,4 +1,4 @@
-"""Every dense causal LM of transformers equals one device, as docs/families.md says; the rest is refused by name.
+"""Every dense causal LM of transformers equals one device, as evidence/families.md says; the rest is refused by name.
 
 Tolerance 1e-10 in float64, relative to a tensor's largest value: only the order of sums differs, about 1e-16 a sum.
 """

@@ -1,4 +1,4 @@
-"""Every type with experts equals one device under each axis, as docs/families.md says, or is refused by name.
+"""Every type with experts equals one device under each axis, as evidence/families.md says, or is refused by name.
 
 Tolerance 1e-10 in float64, relative to a tensor's largest value: only the order of sums differs, about 1e-16 a sum.
 """

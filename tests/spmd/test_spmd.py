@@ -108,6 +108,9 @@ def bias_stays(self: BlockHooks, module: nn.Module, args: Any) -> None:
     self._bias = self._row._parameters["bias"]
 
 
+bias_stays.watches_parts = True  # type: ignore[attr-defined]  # it stands for a hook of the runtime
+
+
 def shifted(self: HeadLayout) -> RowLayout:
     """Runs of queries that begin and end in the middle of a head."""
     whole = HeadLayout.query_rows(self)

@@ -13,7 +13,7 @@ from meshwright.printable import printable
 GRACE = 120  # seconds before the end in which the ranks save
 RESTARTS = 3  # that the launcher makes by itself after a process has failed
 OUTSIDE = 10  # that the scheduler makes after a node has failed
-PAGE = "docs/clusters.md"
+PAGE = "docs/launching.md"
 
 
 @dataclass(frozen=True, kw_only=True)

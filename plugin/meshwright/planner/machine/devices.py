@@ -213,7 +213,7 @@ _ALIASES = {
 
 
 # Devices on which most published runs are outside the catalogue's band -> number of these runs, and the least and the
-# most time that they took, relative to the estimate (docs/planner.md says which runs).
+# most time that they took, relative to the estimate (evidence/planner.md says which runs).
 PUBLISHED_TIMES: Mapping[str, tuple[int, float, float]] = {"b200": (9, 1.6, 2.9), "mi300x": (4, 1.5, 2.1)}
 
 
