@@ -13,8 +13,7 @@ import torch.distributed as dist
 import meshwright as mw
 from benchmarks.summary import Ratio
 from benchmarks.timing import say
-from meshwright.context.gathered_tokens import GatheredTokens
-from meshwright.context.handed_states import HandedStates
+from meshwright.context.handed_states import GatheredTokens, HandedStates
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 512, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2,

@@ -13,8 +13,7 @@ import sys
 import threading
 import time
 
-from meshwright.faults.hub_connection import line
-from meshwright.faults.link import Link
+from meshwright.faults.link import Link, line
 from meshwright.faults.referee import Referee
 from meshwright.faults.referee_server import Hub, _allow_open_files
 

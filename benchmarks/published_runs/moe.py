@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.errors import PlanError
-from meshwright.planner.job.experts import ExpertShape
-from meshwright.planner.job.layer_shape import LayerShape
+from meshwright.planner.job.layer_shape import ExpertShape, LayerShape
 from meshwright.planner.job.shapes import ModelShape
 
 # What a row states of experts: in a column of one of these names, or as "name=number" in the notes.

@@ -10,9 +10,8 @@ from unittest import mock
 from conformance.spmd.mode import TypeMode
 from conformance.spmd.types import Kind
 from meshwright.optim.runtime import Runtime
-from meshwright.pipeline.executor import Step
+from meshwright.pipeline.executor import Step, WeightGradients
 from meshwright.pipeline.links import Crossing, Receiver
-from meshwright.pipeline.weight_gradients import WeightGradients
 
 
 @contextlib.contextmanager

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.checkpoint.format.assign_writes import assign_writes
-from meshwright.checkpoint.one_device import gather_tensor
+from meshwright.checkpoint.format.rank_state import assign_writes
+from meshwright.checkpoint.one_device import whole_tensors
 from meshwright.layout.blocks import StridedBlock, between, numel, overlap, packed
 from meshwright.layout.row_layout import RowLayout
 from meshwright.layout.tensor_layout import TensorLayout
@@ -169,8 +169,8 @@ def test_the_first_rank_gathers_every_element(data: Any) -> None:
             box.append(piece.clone()) if axis.rank == source else piece.copy_(box.popleft())
 
         part = own.take(whole).flatten() if own.is_held else whole.new_empty(0)
-        with mock.patch.multiple(gather_tensor, _hop=hop, _CHUNK=chunk):
-            found = gather_tensor.assemble(part, own, rank)
+        with mock.patch.multiple(whole_tensors, _hop=hop, _CHUNK=chunk):
+            found = whole_tensors.assemble(part, own, rank)
         assert (found is not None) == rank.is_first
     assert found is not None and torch.equal(found, whole)
     assert not any(mail.values())

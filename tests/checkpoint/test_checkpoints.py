@@ -15,7 +15,7 @@ from test_optimizer_state import Training
 from torch import Tensor
 
 import meshwright as mw
-from meshwright.checkpoint.format.loaded_line import loaded_line
+from meshwright.checkpoint.format.load_checkpoint import loaded_line
 from meshwright.checkpoint.format.open_checkpoint import OpenCheckpoint
 from meshwright.errors import CheckpointError
 from meshwright.layout.tensor_layout import TensorLayout

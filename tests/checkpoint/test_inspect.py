@@ -16,7 +16,7 @@ from torch import nn
 from typer.testing import CliRunner, Result
 
 import meshwright as mw
-from meshwright.checkpoint.files.digested_json import digest
+from meshwright.checkpoint.files.reading import digest
 from meshwright.checkpoint.format import part_files
 from meshwright.checkpoint.format.manifest import NAME, Manifest
 from meshwright.checkpoint.format.open_checkpoint import miscovered

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import meshwright as mw
-from meshwright.checkpoint.one_device import gather_tensor
+from meshwright.checkpoint.one_device import whole_tensors
 from meshwright.checkpoint.one_device.safetensors_file import SafetensorsWriter
 from meshwright.optim.state_parts import parts_of
 from support.exact import Float64, relative_difference
@@ -352,7 +352,7 @@ def test_a_save_that_fails_leaves_the_last_one(saves: dict[str, Path], pools: di
 
 def peak_while_saving(plan: dict[str, Any], folder: Path) -> tuple[int, int]:
     """Bytes of full tensors and pieces that are alive at once, and the largest full tensor's."""
-    gather_tensor._CHUNK = 2**10
+    whole_tensors._CHUNK = 2**10
     with Float64():
         training = Training(plan, vocab_size=1001)
         training.run(0, 1)
@@ -372,7 +372,7 @@ def peak_while_saving(plan: dict[str, Any], folder: Path) -> tuple[int, int]:
         with mock.patch.object(torch, "empty", counted):
             mw.save_optimizer(training.model, training.optimizer, folder)
     finally:
-        gather_tensor._CHUNK = 4 * 2**20
+        whole_tensors._CHUNK = 4 * 2**20
     return peak, 8 * max(p.meshwright.shape.numel() for p in training.model.parameters())
 
 

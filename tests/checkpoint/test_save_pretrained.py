@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import meshwright as mw
-from meshwright.checkpoint.one_device import gather_tensor
+from meshwright.checkpoint.one_device import whole_tensors
 from meshwright.checkpoint.one_device.safetensors_file import SafetensorsWriter
 from support.construction import PLANS, assert_equal, distribute, make
 from support.quantised_files import FORMS, write_quantised
@@ -136,7 +136,7 @@ def test_a_folder_that_cannot_be_made_is_an_error_on_every_rank(pool2: Any, tmp_
 
 def largest_allocation_while_saving(path: Path, chunk: int) -> tuple[int, int]:
     """The most memory that is alive at once through this process's full tensors, and the largest of them, in bytes."""
-    gather_tensor._CHUNK = chunk
+    whole_tensors._CHUNK = chunk
     model = distribute(make("llama", hidden_size=64, vocab_size=1001), tp=2)
     alive: dict[int, int] = {}
     peak = 0
@@ -151,11 +151,11 @@ def largest_allocation_while_saving(path: Path, chunk: int) -> tuple[int, int]:
         weakref.finalize(tensor, alive.pop, id(tensor))
         return tensor
 
-    gather_tensor.torch.empty = counted
+    whole_tensors.torch.empty = counted
     try:
         model.save_pretrained(path)
     finally:
-        gather_tensor.torch.empty = original
+        whole_tensors.torch.empty = original
     return peak, max(p.meshwright.shape.numel() * p.element_size() for p in model.parameters())
 
 

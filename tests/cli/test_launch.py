@@ -35,8 +35,7 @@ from meshwright.plan.context_methods import METHODS
 from meshwright.plan.schedule import SCHEDULES
 from meshwright_hf.launch import launcher, network
 from meshwright_hf.launch.job import Launch, find_plan
-from meshwright_hf.launch.launcher import accelerate_arguments
-from meshwright_hf.launch.unused_plan import watched_plan
+from meshwright_hf.launch.launcher import accelerate_arguments, watched_plan
 from support.models import build, tokens
 
 PLAN = mw.ParallelPlan(dp=2, tp=2, sequence_parallel=True, zero_stage=1)

@@ -11,10 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 from harness.launchers import run_command
-from meshwright.checkpoint.files.launchers_note import note_saved
+from meshwright.checkpoint.files.staged_folder import note_saved
 from meshwright.cli import app
 from meshwright_hf.launch.job import RESUME_VARIABLE, Launch, misplaced_options, script_and_arguments
-from meshwright_hf.launch.last_words import saves_noted
+from meshwright_hf.launch.launcher import saves_noted
 from meshwright_hf.trainer.folders import checkpoint_to_resume
 
 
@@ -113,7 +113,7 @@ def test_a_trainers_checkpoint_goes_on_by_an_option(tmp_path: Path, monkeypatch:
             folder.mkdir()
             (folder / "trainer_state.json").write_text("{}")
             note_saved(folder)
-        monkeypatch.setattr("meshwright_hf.launch.last_words._is_whole", lambda folder: folder.name == "checkpoint-2")
+        monkeypatch.setattr("meshwright_hf.launch.launcher._is_whole", lambda folder: folder.name == "checkpoint-2")
         script = tmp_path / "t.py"
         script.write_text("")
         monkeypatch.setattr(sys, "argv", ["meshwright", "launch", "--resume", "old", "--dp", "2", str(script)])

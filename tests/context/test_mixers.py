@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 import meshwright as mw
-from meshwright.context.gathered_tokens import GatheredTokens
+from meshwright.context.handed_states import GatheredTokens
 from meshwright.distribute.cuts import structure_of
 from meshwright.parallel.sequence_parts import SequenceParts
 from support.exact import Float64

@@ -21,8 +21,7 @@ import meshwright as mw
 from meshwright.context.record import record_context
 from meshwright.distribute.cuts import structure_of
 from meshwright.mesh.axes import Axis
-from meshwright.optim.zero.read_weights import read_weights
-from meshwright.optim.zero.units import units_of
+from meshwright.optim.zero.units import read_weights, units_of
 from meshwright.parallel.shards.added_parameters import KeptModules
 from meshwright.parallel.tensor_parallel import second_inputs
 from meshwright.parallel.tensor_parallel.second_inputs import SecondInputs

@@ -19,8 +19,8 @@ import meshwright as mw
 from harness.programs import mark_fault, run_program
 from meshwright.checkpoint.format import part_files
 from meshwright.faults import equal_errors
+from meshwright.faults.ending import in_short
 from meshwright.faults.equal_errors import is_first_to_say, say_equal_texts_once
-from meshwright.faults.exit_hooks import in_short
 from support.anatomies import mixtral
 from support.ending import DP2, TIMEOUT, TP2, check, flat, trained, trainer
 from support.models import tokens

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from harness.programs import run_program
-from meshwright.faults.deadline import Deadline
+from meshwright.faults.ending import Deadline
 from meshwright.mesh import process_group
 from meshwright_hf.launch.network import free_port
 from support.ending import TIMEOUT, check, flat

@@ -16,9 +16,8 @@ import psutil
 import pytest
 
 from meshwright.faults import referee_server
-from meshwright.faults.deadline import Deadline
-from meshwright.faults.hub_connection import LONGEST_HELLO
-from meshwright.faults.link import Link
+from meshwright.faults.ending import Deadline
+from meshwright.faults.link import LONGEST_HELLO, Link
 from meshwright.faults.referee_server import STRANGERS, Hub
 from meshwright.mesh import listening
 from meshwright.mesh.listening import listening_address

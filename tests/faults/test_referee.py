@@ -9,8 +9,8 @@ import torch
 from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOptions, ReduceOp
 
 from meshwright.faults.collective_log import LENGTH, Log, describe, first_difference
+from meshwright.faults.every_rank import Wishes
 from meshwright.faults.referee import AGREED, Post, Referee
-from meshwright.faults.wishes import Wishes
 
 pytestmark = pytest.mark.quick
 

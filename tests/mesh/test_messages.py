@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshwright.checkpoint.one_device.gather_tensor import _hop
+from meshwright.checkpoint.one_device.whole_tensors import _hop
 from meshwright.context.key_exchange import _start_shift
 from meshwright.faults.group_timeouts import set_timeout
 from meshwright.mesh.axes import Axis

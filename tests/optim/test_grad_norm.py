@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.optim.grad_norm import global_norm
+from meshwright.optim.clip_grad_norm import global_norm
 
 SHAPES = [(3000, 1000), (255,), (256,), (257, 3), (), (0,), (0, 4)]
 

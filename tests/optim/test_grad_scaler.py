@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import meshwright as mw
-from meshwright.optim import overflow
+from meshwright.optim import attach_gradients
 from meshwright.parallel.gradients.loss_scale import LossScale
 from support.exact import Float64, relative_difference
 from support.models import build, labels_for, tokens
@@ -47,7 +47,7 @@ def train(plan: dict[str, Any] | None, *, unscales: bool, fused: bool = False) -
         is_here = number in INFINITE and (plan is None or dist.get_rank() == 0)
         return gradient.index_fill(0, torch.tensor([0]), torch.inf) if is_here else gradient
 
-    on_arrival(model.get_parameter(ROW), overflow)
+    on_arrival(model.get_parameter(ROW), attach_gradients)
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=5)
     rank = 0 if plan is None else dist.get_rank() // (plan.get("tp", 1) * plan.get("cp", 1))
     for number in range(STEPS):
@@ -134,7 +134,7 @@ def test_backward_inside_of_forward_is_scaled(plan: dict[str, Any], pool2: Any) 
 
 
 def train_with_own_overflow(plan: dict[str, Any]) -> None:
-    with mock.patch.object(overflow, "_of_all_ranks", lambda found, *_: found):
+    with mock.patch.object(attach_gradients, "_of_all_ranks", lambda found, *_: found):
         train(plan, unscales=True)
 
 

@@ -19,9 +19,8 @@ from conformance.families.models import build
 from meshwright.context.record import record_context
 from meshwright.errors import PlanError
 from meshwright.parallel.fake_passes import fake_pass
-from meshwright.parallel.fake_passes.fake_pass import run_without_values
+from meshwright.parallel.fake_passes.fake_pass import MetaMode, run_without_values
 from meshwright.parallel.fake_passes.known_values import KnownValues
-from meshwright.parallel.fake_passes.meta_mode import MetaMode
 from meshwright.parallel.losses.observed import observe_loss
 from meshwright.parallel.tensor_parallel.structure import outline
 from meshwright.pipeline.layer_order import record_order

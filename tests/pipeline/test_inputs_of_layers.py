@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 import meshwright as mw
-from meshwright.choose.allowed_stages import why_not_cut
+from meshwright.choose.picked_plan import why_not_cut
 from meshwright.parallel.fake_passes.sources import OUTSIDE
 from meshwright.pipeline.cut import cut_decoder
 from meshwright.pipeline.layer_inputs import crossing

@@ -15,18 +15,16 @@ from meshwright.choose.model_sizes import against_tensor, describe_model
 from meshwright.errors import PlanError
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.planner.answers.explain import as_dict
-from meshwright.planner.answers.own_plan import check_plan, weigh
-from meshwright.planner.answers.own_text import own_text
+from meshwright.planner.answers.own_plan import check_plan, own_text, weigh
 from meshwright.planner.job.candidate import Candidate, Job
-from meshwright.planner.job.experts import ExpertShape
-from meshwright.planner.job.layer_shape import LayerShape
+from meshwright.planner.job.layer_shape import ExpertShape, LayerShape
 from meshwright.planner.job.shapes import ModelShape, describe, stated_experts
 from meshwright.planner.machine.hardware import Cluster, Coefficients, device
 from meshwright.planner.memory.activations import saved_activations
 from meshwright.planner.memory.bucket_sizes import parameters
 from meshwright.planner.memory.footprint import footprint
 from meshwright.planner.memory.peak import peak_memory
-from meshwright.planner.page.words import describe_ranks, plan_command
+from meshwright.planner.page.data import describe_ranks, plan_command
 from meshwright.planner.search.search import search
 from meshwright.planner.search.space import Space, expert_reason
 from meshwright.planner.time.step import StepModel

@@ -24,7 +24,7 @@ from meshwright.planner.job.shapes import ModelShape, describe
 from meshwright.planner.machine.hardware import Cluster, device
 from meshwright.planner.memory.footprint import footprint
 from meshwright.planner.memory.peak import stage_memory
-from meshwright.planner.page.words import plan_command
+from meshwright.planner.page.data import plan_command
 from meshwright.planner.search.space import Space
 from meshwright.roles import find_decoder
 from meshwright.tracing.trace import trace_step

@@ -25,8 +25,7 @@ from meshwright.planner.memory.peak import peak_memory
 from meshwright.planner.page import Answer, page, write_page
 from meshwright.planner.page.draw import PALETTE, PART_OF_AXIS
 from meshwright.planner.page.every_setting import Elsewhere, with_each_length, with_every_setting
-from meshwright.planner.page.front import pareto
-from meshwright.planner.page.listing import Listed, listed_plans
+from meshwright.planner.page.listing import Listed, listed_plans, pareto
 from meshwright.planner.page.render import style
 from meshwright.planner.page.settings import PageSettings, Ranges, ranges
 from meshwright.planner.search.search import Search, search

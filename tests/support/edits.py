@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from meshwright.checkpoint.files.digested_json import digest
+from meshwright.checkpoint.files.reading import digest
 from meshwright.checkpoint.format.manifest import NAME
 from meshwright.checkpoint.one_device.optimizer_manifest import NAME as OPTIMIZER
 from meshwright.checkpoint.sealed.seal import NAME as SEAL

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from meshwright.checkpoint.files.digested_json import digest
+from meshwright.checkpoint.files.reading import digest
 from meshwright.checkpoint.format.manifest import NAME
 
 Change = Callable[[Path], Any]

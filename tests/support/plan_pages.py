@@ -13,8 +13,7 @@ from meshwright.planner.job.candidate import Job, Precision
 from meshwright.planner.job.shapes import ModelShape
 from meshwright.planner.machine.hardware import Cluster, device
 from meshwright.planner.page import Answer
-from meshwright.planner.page.front import pareto
-from meshwright.planner.page.listing import Listed, listed_plans
+from meshwright.planner.page.listing import Listed, listed_plans, pareto
 from meshwright.planner.search.search import Search, search
 from meshwright.planner.search.space import Space
 from support.shapes import changed

@@ -11,8 +11,7 @@ from unittest import mock
 from meshwright.parallel.fake_passes.live_bytes import LiveBytes
 from meshwright.parallel.gradients.summed import SummedGradients
 from meshwright.parallel.shards.reads import reading_shards
-from meshwright.pipeline.executor import Step
-from meshwright.pipeline.weight_gradients import WeightGradients
+from meshwright.pipeline.executor import Step, WeightGradients
 from meshwright.plan.schedule import Kind, Operation
 
 

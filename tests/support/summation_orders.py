@@ -133,7 +133,7 @@ def planned(kind: str, plan: dict[str, Any], fault: str | None, text: int) -> Ru
     run = _empty()
     with contextlib.ExitStack() as stack:
         if fault is not None:
-            stack.enter_context(mock.patch("meshwright.optim.grad_norm.all_gather", lambda own, axis: own))
+            stack.enter_context(mock.patch("meshwright.optim.clip_grad_norm.all_gather", lambda own, axis: own))
         for step, batch in enumerate(loader):
             with _autocast(kind):
                 loss = model(**batch).loss

@@ -16,7 +16,7 @@ from transformers.trainer_pt_utils import safe_globals
 
 import meshwright as mw
 from meshwright.checkpoint.files.reading import read_json
-from meshwright.checkpoint.format.loaded_line import show_loaded
+from meshwright.checkpoint.format.load_checkpoint import show_loaded
 from meshwright.checkpoint.format.object_states import check_state_of
 from meshwright.checkpoint.format.random_state import check_states_of_others
 from meshwright.checkpoint.one_device.stock_optimizer import check_pickle, load_stock_optimizer, read_pickle

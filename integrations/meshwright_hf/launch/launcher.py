@@ -1,4 +1,9 @@
-"""Runs accelerate's launcher with the number of processes of a plan, and the plan in their environment."""
+"""Runs accelerate's launcher with the number of processes of a plan, and the plan in their environment.
+
+After a run that died: which checkpoint of it is the newest whole one, and the command that goes on from it.
+
+Warns if the script of ``meshwright launch`` does not use the plan: it trains by plain data parallelism, or not.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +12,62 @@ import dataclasses
 import importlib.util
 import os
 import signal
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from meshwright.choose.plan_file import PLAN_VARIABLE, REPLAN_VARIABLE, plan_line
-from meshwright.errors import PlanError
+from meshwright.checkpoint.files.staged_folder import SAVED_VARIABLE, noted
+from meshwright.checkpoint.format.checkpoint_folders import find_checkpoint, is_checkpoint
+from meshwright.checkpoint.sealed.seal import Seal
+from meshwright.choose.plan_file import PLAN_VARIABLE, REPLAN_VARIABLE, USED_VARIABLE, plan_line
+from meshwright.errors import CheckpointError, PlanError
 from meshwright.faults.preemption import PREEMPTED
 from meshwright.mesh.cores import core_count
+from meshwright.printable import shell_word, without_secrets
 from meshwright_hf.launch import network
-from meshwright_hf.launch.job import RESUME_VARIABLE, Launch, job_environment, say
-from meshwright_hf.launch.unused_plan import watched_plan
+from meshwright_hf.launch.job import RESUME_VARIABLE, Launch, job_environment, note_of_processes, say
 from meshwright_hf.versions import SAID_VARIABLE, outside_range
+
+CURES = """\
+  Trainer:     from meshwright_hf.trainer import MeshwrightTrainer as Trainer  # was: from transformers import Trainer
+  accelerate:  from meshwright_hf.accelerate import Accelerator  # was: from accelerate import Accelerator
+  plain loop:  model, optimizer, loader = meshwright.to_distributed(model, optimizer, loader)"""
+
+
+@contextlib.contextmanager
+def watched_plan(job: Launch) -> Iterator[None]:
+    """Warn at the start if the script does not name meshwright, and at the end if no process asked for the plan.
+
+    The warning at the end is printed unless the context ends by an exception, as it does if a process fails.
+
+    Args:
+        job: the launch; the processes must inherit this process's environment while the context is open.
+    """
+    if job.plan is None or job.plan.world_size == 1 or job.machine_rank != 0:
+        yield
+        return
+    if not job.names(b"meshwright"):
+        say(
+            f"{job.script} does not import meshwright. Unless a module that it imports does, the plan "
+            f"{job.plan.label!r} has no effect, and {_instead(job)}"
+        )
+    with note_of_processes(USED_VARIABLE) as mark:
+        yield
+        if not mark.exists():
+            say(
+                f"the plan {job.plan.label!r} was never used: no process called to_distributed, or an integration that "
+                f"does. Without it, {_instead(job)}. To train under the plan, change a line of the script:\n{CURES}"
+            )
+
+
+def _instead(job: Launch) -> str:
+    return (
+        f"a Trainer or an Accelerator trains by DistributedDataParallel, with {job.num_processes} times the batch of "
+        "one process"
+    )
+
 
 DEFAULT_PORT = 29500  # torch's and accelerate's
 TRIED_ON_CPU = 8  # number of processes that a machine may start however few cores it has
@@ -189,7 +238,7 @@ def _run(job: Launch, arguments: list[str]) -> Ended:
     from accelerate.commands import launch as accelerate
     from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 
-    from meshwright_hf.launch.last_words import saves_noted
+    from meshwright_hf.launch.launcher import saves_noted
 
     options = accelerate.launch_command_parser().parse_args(arguments)
     if job.num_processes == 1 and not job.max_restarts and not job.outlives:
@@ -267,3 +316,55 @@ def _gpus() -> int:
     import torch
 
     return torch.cuda.device_count()
+
+
+_OF_TRAINER = "trainer_state.json"
+
+
+@contextlib.contextmanager
+def saves_noted() -> Iterator[Callable[[Launch], list[str]]]:
+    """Have the processes note what they save, while the context is open; they inherit this process's environment.
+
+    Yields a function that returns what to say of the saves of a run that has died.
+    """
+    with note_of_processes(SAVED_VARIABLE) as path:
+        yield lambda job: _last_words(job, noted(path))
+
+
+def _last_words(job: Launch, saved: list[Path]) -> list[str]:
+    newest = next(filter(_is_whole, saved), None)
+    if newest is None:
+        return []
+    lines, resume = [f"the newest whole checkpoint of this run is {newest}"], []
+    if (newest / _OF_TRAINER).exists():
+        resume = ["--resume", str(newest)]
+    elif is_checkpoint(newest) and not job.names(b"load_checkpoint"):
+        lines.append(
+            f"the script does not load it yet; write after to_distributed: meshwright.load_checkpoint("
+            f"{str(newest.parent)!r}, model, optimizer, loader=loader, missing_ok=True)"
+        )
+    return [*lines, f"the command that goes on from it: {_command(job, resume)}"]
+
+
+def _is_whole(folder: Path) -> bool:
+    """Return whether a folder is a checkpoint to go on from, not of the model alone, and has all of its files."""
+    try:
+        if is_checkpoint(folder):
+            return find_checkpoint(folder) is not None
+        is_of_run = (folder / _OF_TRAINER).exists() or any(folder.glob("random_states_*"))
+        return is_of_run and not Seal.read(folder).problems(folder)
+    except (CheckpointError, OSError):
+        return False
+
+
+def _command(job: Launch, resume: list[str]) -> str:
+    """Return the command of this launch, with the options ``resume`` in place of an earlier ``--resume``."""
+    if "launch" in sys.argv:
+        given = sys.argv[sys.argv.index("launch") + 1 :]
+    else:
+        plan = ["--plan", job.plan.label] if job.plan is not None else ["--num_processes", str(job.num_processes)]
+        given = [*plan, *(["-m"] if job.module else []), job.script, *job.arguments]
+    if resume and "--resume" in given[:-1] and given.index("--resume") < given.index(job.script):
+        at = given.index("--resume")
+        given = given[:at] + given[at + 2 :]
+    return " ".join(map(shell_word, ["meshwright", "launch", *resume, *without_secrets(given)]))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.checkpoint.files.lineage import Lineage, Mark
-from meshwright.checkpoint.format.loaded_line import show_loaded
+from meshwright.checkpoint.format.load_checkpoint import show_loaded
 from meshwright.checkpoint.format.object_states import check_state_of
 from meshwright.checkpoint.one_device.stock_optimizer import load_stock_optimizer, read_pickle
 from meshwright.checkpoint.sealed.seal import NAME as SEAL
@@ -26,7 +26,7 @@ from meshwright.checkpoint.sealed.sealed_folder import check_seal, close_seal, s
 from meshwright.data.loader import DistributedLoader
 from meshwright.errors import CheckpointError
 from meshwright.faults.together import on_first_rank, succeed_together
-from meshwright.mesh.axis_sizes import AXES
+from meshwright.mesh.rank_grid import AXES
 from meshwright.optim.runtime import Runtime, runtime_of
 from meshwright.parallel.dropout_streams import DropoutStreams
 from meshwright.temporarily import temporarily

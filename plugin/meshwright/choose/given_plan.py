@@ -19,8 +19,8 @@ from meshwright.choose.plan_file import (
     read_plan,
 )
 from meshwright.errors import PlanError
-from meshwright.mesh.axis_sizes import PLAN_AXES
 from meshwright.mesh.process_group import world_size
+from meshwright.mesh.rank_grid import PLAN_AXES
 from meshwright.plan.config import PLAN_FIELDS, ParallelPlan, PlanLike, ToDistributedConfig
 from meshwright.plan.fields import unknown_field
 from meshwright.plan.foreign_names import PLAN_NAMES

@@ -1,4 +1,7 @@
-"""Picks the plan for ``to_distributed``: that which ``meshwright plan`` would show first, if the model can run it."""
+"""Picks the plan for ``to_distributed``: that which ``meshwright plan`` would show first, if the model can run it.
+
+Decides whether a plan with pipeline stages may be picked for a model.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
-from meshwright.choose.allowed_stages import against_stages, why_not_cut
 from meshwright.choose.given_plan import with_sequence_parallel
 from meshwright.choose.logits_in_training import logits_in_training
 from meshwright.choose.model_sizes import against_tensor, describe_model
@@ -27,9 +29,9 @@ from meshwright.context.token_wise import check_token_wise
 from meshwright.data.nested import leaves
 from meshwright.errors import OptimizerMismatchError, PlanError
 from meshwright.faults.together import on_first_rank
-from meshwright.mesh.axis_sizes import AXES
 from meshwright.mesh.host_memory import available_memory
 from meshwright.mesh.process_group import node_count, world_size
+from meshwright.mesh.rank_grid import AXES
 from meshwright.optim.elementwise import check_reads, declared
 from meshwright.optim.runtime import find_runtime
 from meshwright.parallel.batch.schema import BatchSchema
@@ -38,6 +40,7 @@ from meshwright.parallel.forward.recompute import can_recompute_some, check_reco
 from meshwright.parallel.losses.head_losses import find_loss
 from meshwright.parallel.tensor_parallel.structure import describe as describe_structure
 from meshwright.parallel.tensor_parallel.structure import outline
+from meshwright.pipeline.layer_order import record_order
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.planner.answers import explain
 from meshwright.planner.formatting import memory as memory_text
@@ -53,6 +56,43 @@ from meshwright.progress import is_first_rank
 from meshwright.roles import Decoder, plan_for
 from meshwright.roles.adapters import check_methods, without_wrappers
 from meshwright.roles.blocks.adapted_experts import check_adapted_experts
+
+
+def against_stages(model: nn.Module, config: ToDistributedConfig) -> str | None:
+    """Return why no plan with pipeline stages may be picked for a model, as far as this shows without a forward pass.
+
+    Args:
+        model: the model.
+        config: the options of ``to_distributed``.
+
+    Returns:
+        The reason; None if such a plan may be picked.
+    """
+    if not config.picks_stages:
+        return "ToDistributedConfig(picks_stages=False)"
+    if config.engine is not None:
+        return f"{config.engine} runs the backward pass of the whole model"
+    if find_loss(without_wrappers(model)[1], config.loss_averages_over) is None:
+        return "the model computes its own loss, and a pipeline's backward pass runs inside the model's forward"
+    if next(model.parameters()).dtype is torch.float16:
+        return "stages were compared with one device in float16 under autocast only, not with float16 weights"
+    return None
+
+
+def why_not_cut(model: nn.Module, config: ToDistributedConfig) -> str | None:
+    """Return why the layers of a model cannot be cut into stages; None if they can.
+
+    The model's forward runs once on tensors without values.
+    """
+    decoder = without_wrappers(model)[1]
+    try:
+        order = record_order(decoder, outline(decoder, config.sharding_plan, instead="ParallelPlan(pp=1)").layers)
+    except PlanError as error:
+        return str(error)
+    if not order.is_plain:
+        return "what crosses its stages beside hidden states of [rows, tokens, channels] has no estimate"
+    return None
+
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ import typer
 from meshwright import __version__
 from meshwright.cli import calibrate, doctor, export, launch, plan, trace_cuda, verify
 from meshwright.cli.failures import run_with_json_errors
+from meshwright.cli.grouped_help import Command
 from meshwright.cli.inspect import inspect
-from meshwright.cli.other_names import Command
 from meshwright.cli.report import report
 from meshwright.cli.say import say
 

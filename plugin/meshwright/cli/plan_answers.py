@@ -191,8 +191,7 @@ def _write_page(
 def answer_own(question: PlanQuestion, outputs: Outputs, plans: Callable[[Job], list[Candidate]]) -> bool:
     """Print the estimates of the user's plans; return whether the first one fits."""
     from meshwright.planner.answers import explain
-    from meshwright.planner.answers.own_plan import weigh
-    from meshwright.planner.answers.own_text import own_text
+    from meshwright.planner.answers.own_plan import own_text, weigh
     from meshwright.planner.formatting import gib
 
     outputs.check()

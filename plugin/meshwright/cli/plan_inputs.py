@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from meshwright.cli.options import MODEL, option
 from meshwright.cli.plan_settings import Settings, names, numbers, precision_of
 from meshwright.errors import PlanError
-from meshwright.mesh.axis_sizes import OPTIONS, PLAN_AXES
+from meshwright.mesh.rank_grid import OPTIONS, PLAN_AXES
 
 if TYPE_CHECKING:
     from meshwright.plan.config import ParallelPlan

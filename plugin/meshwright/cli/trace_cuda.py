@@ -73,8 +73,7 @@ def _report(model: Path, words: str, rows: int, length: int, precision: TracePre
     from meshwright.choose.given_plan import resolve_plan
     from meshwright.errors import PlanError
     from meshwright.tracing.compare import has_towers, model_on_meta
-    from meshwright.tracing.cuda_order import chosen_ranks, compared_groups, order_problems
-    from meshwright.tracing.cuda_trace import CudaProgram
+    from meshwright.tracing.cuda_trace import CudaProgram, chosen_ranks, compared_groups, order_problems
 
     for name, number in (("--rows", rows), ("--length", length), ("--ranks", ranks)):
         if number < 1:

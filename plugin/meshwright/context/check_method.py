@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from meshwright.context.attend import AttentionCall
+from meshwright.context.attend import AttentionCall, is_flex
 from meshwright.context.attention import stock_attention
-from meshwright.context.block_masks import is_flex
 from meshwright.context.flash_package import functions_for_blocks, takes_sinks
 from meshwright.context.key_exchange import RingKeys
 from meshwright.context.masks import ContextMask

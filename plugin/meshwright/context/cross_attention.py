@@ -12,8 +12,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from meshwright.context.attend import AttentionCall
-from meshwright.context.block_masks import block_mask
+from meshwright.context.attend import AttentionCall, block_mask
 from meshwright.context.masks import ContextMask
 from meshwright.errors import PlanError
 from meshwright.parallel.sequence_parts import TokenRun

@@ -16,7 +16,7 @@ from meshwright.data.peers import LoaderMesh, Peers
 from meshwright.data.readers.stream_shards import has_lanes
 from meshwright.faults.guard import active_guard, start_guard
 from meshwright.faults.same_call import Claim, Result, agreed
-from meshwright.mesh.axes import Axis
+from meshwright.mesh.axes import Axis, shared_group
 from meshwright.mesh.process_group import (
     backend_of_new_groups,
     device_for,
@@ -26,7 +26,6 @@ from meshwright.mesh.process_group import (
     world_size,
 )
 from meshwright.mesh.process_mesh import ProcessMesh
-from meshwright.mesh.shared_groups import shared_group
 from meshwright.parallel.batch.items import BatchFormat
 from meshwright.plan.config import RowsOf
 from meshwright.plan.fields import either_name, names_checked

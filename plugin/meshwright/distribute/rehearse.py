@@ -31,7 +31,7 @@ from meshwright.progress import is_first_rank
 from meshwright.roles import ShardingPlan
 from meshwright.roles.brought import Brought, kind_of
 from meshwright.roles.projection import in_features
-from meshwright.roles.whole_modules import keep_whole, routes_tokens
+from meshwright.roles.registry import keep_whole, routes_tokens
 
 logger = logging.getLogger(__name__)
 

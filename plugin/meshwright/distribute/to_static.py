@@ -18,8 +18,7 @@ from torch.optim import Optimizer
 from meshwright.compiling import leave_out_of_graphs
 from meshwright.errors import PlanError
 from meshwright.mesh.process_mesh import ProcessMesh
-from meshwright.optim.clip_grad_norm import clip_grad_norm_
-from meshwright.optim.grad_norm import scale_by_norm
+from meshwright.optim.clip_grad_norm import clip_grad_norm_, scale_by_norm
 from meshwright.optim.runtime import check_steps, find_runtime
 from meshwright.parallel.forward.compiled_layers import CompilableLayers, check_compile_options
 from meshwright.parallel.output_loss import loss_of

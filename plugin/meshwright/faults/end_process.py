@@ -9,8 +9,8 @@ import threading
 from collections.abc import Callable
 from typing import NoReturn
 
-from meshwright.faults import exit_hooks
-from meshwright.faults.deadline import Deadline
+from meshwright.faults import ending
+from meshwright.faults.ending import Deadline
 from meshwright.printable import tell
 
 SPEAKS = 1.0  # seconds in which the process can print; its program may hold the lock of the stream
@@ -34,7 +34,7 @@ def end_process(
         if text:
             tell(text)
         if error is not None:
-            exit_hooks.tell_launcher(error)
+            ending.tell_launcher(error)
         sys.stdout.flush()
 
     speaker = threading.Thread(target=speak, daemon=True)

@@ -25,18 +25,17 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from meshwright.errors import DivergenceError, PeerFailedError
-from meshwright.faults import caught_errors, exit_hooks, interpose, main_thread
+from meshwright.faults import caught_errors, ending, interpose
 from meshwright.faults.collective_log import CallTrace, describe, describe_tensors, first_difference
-from meshwright.faults.deadline import Deadline
 from meshwright.faults.end_process import MARGIN, SPEAKS, end_children, end_process
-from meshwright.faults.every_rank import advice
+from meshwright.faults.ending import Deadline
+from meshwright.faults.every_rank import Wishes, advice
 from meshwright.faults.group_timeouts import set_timeouts
 from meshwright.faults.hub_exchange import HubExchange
 from meshwright.faults.link import Link
 from meshwright.faults.referee_server import Hub
 from meshwright.faults.statement import Statement, what_differs
 from meshwright.faults.together import on_first_rank
-from meshwright.faults.wishes import Wishes
 from meshwright.mesh.process_group import FOLLOWS, attempt_number, await_ranks, did_not_come
 from meshwright.mesh.siblings import end_sibling, this_process
 from meshwright.printable import tell
@@ -94,7 +93,7 @@ class Guard:
             )
         except TimeoutError as error:  # rank 0 was stopped right here
             raise did_not_come([0], self._rank, dist.get_world_size(), timeout) from error
-        self._end_with_child = exit_hooks.end_with_child(self)
+        self._end_with_child = ending.end_with_child(self)
 
     def _open_hub(self) -> tuple[str, int, str]:
         self._hub = Hub.open(name=self.name, world_size=dist.get_world_size(), timeout=self.timeout)
@@ -279,7 +278,7 @@ class Guard:
             self._link, self._rank, topic=topic, cause=lambda: self.cause, patience=max(self.timeout, CLEANS_UP)
         )
 
-    @main_thread.waits_for_ranks
+    @ending.waits_for_ranks
     def explain(self, error: RuntimeError) -> RuntimeError:
         """Return a network error with the rank and the reason added."""
         if not self.is_current or isinstance(error, PeerFailedError):
@@ -315,15 +314,15 @@ class Guard:
         self._is_failing = self.is_current
         self._follows = isinstance(error, PeerFailedError)
         if not self._follows:
-            self._link.tell({"kind": "fail", "how": f"step {self.step}, {exit_hooks.in_short(error)}"})
-            self._note(f"{self.name}: {exit_hooks.in_short(error)}")
-            exit_hooks.tell_launcher(error)
+            self._link.tell({"kind": "fail", "how": f"step {self.step}, {ending.in_short(error)}"})
+            self._note(f"{self.name}: {ending.in_short(error)}")
+            ending.tell_launcher(error)
 
     def leave_by(self, how: str, error: BaseException | None) -> None:
         """Remember that the program is ending itself because of an error, which it has caught."""
         self._follows = isinstance(error, PeerFailedError)
         if not self._is_closed and os.getpid() == self._process and not self._follows:
-            self.trace.leaving = how + ("" if error is None else f" while it handled {exit_hooks.in_short(error)}")
+            self.trace.leaving = how + ("" if error is None else f" while it handled {ending.in_short(error)}")
 
     def end_silent(self) -> None:
         """Kill those ranks of the same launcher that do not answer, as the launcher would after half a minute."""
@@ -371,7 +370,7 @@ class Guard:
 
     def _ask(self, key: str, ranks: tuple[int, ...], what: str, note: str = "") -> dict[str, Any] | None:
         if (error := self._caught.swallowed()) is not None:  # after which the ranks cannot go on together
-            self._link.tell({"kind": "fail", "how": f"step {self.step}, went on after {exit_hooks.in_short(error)}"})
+            self._link.tell({"kind": "fail", "how": f"step {self.step}, went on after {ending.in_short(error)}"})
             text = f"{self.name}: {caught_errors.text_of(error)}"
             self._note(text)
             end_process(text, self._deadline, self.end_silent, error)
@@ -453,13 +452,13 @@ class Guard:
             self._deadline.set(None)
             return
         self._note(why)
-        text = f"{why}, so this process ends. Its main thread is here:\n{main_thread.stack()}"
+        text = f"{why}, so this process ends. Its main thread is here:\n{ending.stack()}"
         end_process(text, self._deadline, self.end_silent, PeerFailedError(text))
 
     def _beat(self) -> dict[str, Any]:
         """Return what this rank is doing; called every second in the listening thread."""
-        waits = main_thread.is_waiting()
-        place = f", at {main_thread.place()}" if not waits and self.trace.age >= 1.0 else ""
+        waits = ending.is_waiting()
+        place = f", at {ending.place()}" if not waits and self.trace.age >= 1.0 else ""
         status = f"step {self.step}, {self.trace.last()}{place}"
         return {"status": status, "waits_for": self.trace.ranks if waits else ()}
 
@@ -483,7 +482,7 @@ def start_guard(*, timeout: float, coordinates: str = "") -> Guard | None:
     set_timeouts(timeout)
     if active_guard() is None:
         if _guard is None:
-            exit_hooks.install(lambda: _guard)
+            ending.install(lambda: _guard)
         else:
             _guard.close("its process group ended")
         _guard = Guard(timeout=timeout, coordinates=coordinates)

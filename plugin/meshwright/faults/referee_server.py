@@ -19,7 +19,7 @@ import threading
 import time
 from typing import Any
 
-from meshwright.faults.hub_connection import Connection, line
+from meshwright.faults.link import Connection, line
 from meshwright.faults.meetings import Group
 from meshwright.faults.referee import Post, Referee
 from meshwright.mesh.listening import listening_address

@@ -21,9 +21,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, get_world_size
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.mesh.axis_sizes import AXES, AxisSizes
 from meshwright.mesh.process_group import backend_of_new_groups
-from meshwright.mesh.rank_grid import flatten, grid_text, nest
+from meshwright.mesh.rank_grid import AXES, AxisSizes, flatten, grid_text, nest
 
 # Keyed by the world's process group, so that a new world starts without device meshes.
 _device_meshes: WeakKeyDictionary[ProcessGroup, dict[tuple[ProcessMesh, str], DeviceMesh]] = WeakKeyDictionary()

@@ -14,8 +14,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from meshwright.hidden_values import hidden_in, without_secrets
 from meshwright.plan.config import ToDistributedConfig
+from meshwright.printable import hidden_in, without_secrets
 
 _PATIENCE = 5.0  # seconds for git, which may be slow on a network's file system
 _PACKAGES = ("meshwright", "torch", "transformers", "accelerate", "trl", "peft", "deepspeed")

@@ -1,10 +1,20 @@
-"""Attaches gradient reduction to a model, and ZeRO to its optimizer."""
+"""Attaches gradient reduction to a model, and ZeRO to its optimizer.
+
+Optimizers that keep other weights for evaluation than for training, and have ``train()`` and ``eval()`` for it.
+
+Makes a GradScaler find the infinite gradients of all ranks, so that all of them skip the same steps.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -17,22 +27,118 @@ from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.mesh.axes import Axis, Mesh
 from meshwright.mesh.process_group import ensure_process_group, world_size
 from meshwright.mesh.process_mesh import ProcessMesh
-from meshwright.optim.chained import ChainedOptimizer, members, step_name, stepping
+from meshwright.optim.chained import ChainedOptimizer, chain_of, members, step_name, stepping
 from meshwright.optim.elementwise import check_elementwise
 from meshwright.optim.gradients import Gradients
-from meshwright.optim.modes import follow_modes
 from meshwright.optim.offload import HostSteps
-from meshwright.optim.overflow import share_overflow
-from meshwright.optim.runtime import Runtime, attach
+from meshwright.optim.runtime import Runtime, attach, find_runtime, live_runtimes
 from meshwright.optim.state_dicts import guard_optimizer
 from meshwright.optim.step_hooks import StepHooks
 from meshwright.optim.thawing import FixedParameters, TrainedParameters
 from meshwright.optim.whole_steps import WholeSteps
-from meshwright.optim.zero.sliced_optimizer import hook_optimizer
+from meshwright.optim.zero.sliced_optimizer import LentSlices, hook_optimizer
+from meshwright.parallel.collectives import maximum
+from meshwright.parallel.gradients.loss_scale import LossScale
 from meshwright.parallel.gradients.shared_rows import sum_copies_in_backward
 from meshwright.parallel.replicas.comparison import ReplicaComparison
 from meshwright.parallel.shards.guard_windows import StepWindow
+from meshwright.parallel.shards.reads import reading_shards
 from meshwright.plan.flat_offsets import BUCKET_MB
+
+Found = dict[torch.device, Tensor]  # a number for each device of gradients: not 0 if some are infinite or NaN
+
+
+def share_overflow() -> None:
+    """Make the scalers of this process look at the gradients of all ranks, where ranks have different gradients.
+
+    A scaler has no hook between its search for infinite gradients and its decision, so a method of its class is
+    replaced. For optimizers of models that are not distributed the method is torch's.
+    """
+    original: Any = GradScaler._unscale_grads_
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def _unscale_grads_(
+        self: GradScaler, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> Found:
+        runtimes = _runtimes(optimizer)
+        for runtime in runtimes:
+            runtime.gradients.settle()
+            if (scale := runtime.features.find(LossScale)) is not None:
+                scale.follow(self)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(reading_shards())
+            if find_runtime(optimizer) is not None and (zero := runtimes[0].gradients.zero) is not None:
+                stack.enter_context(LentSlices(chain_of(optimizer), zero))
+            found: Found = original(self, optimizer, inv_scale, found_inf, allow_fp16)
+        for runtime in runtimes:
+            found = _of_all_ranks(found, found_inf, runtime)
+        return found
+
+    GradScaler._unscale_grads_ = _unscale_grads_  # type: ignore[method-assign]
+
+
+def _runtimes(optimizer: Optimizer) -> list[Runtime]:
+    """Return the runtimes of the models that an optimizer steps, whether it was passed to the call or not."""
+    if (own := find_runtime(optimizer)) is not None:
+        return [own]
+    return [runtime for runtime in live_runtimes() if runtime.gradients.are_stepped_by(optimizer)]
+
+
+def _of_all_ranks(found: Found, none: Tensor, runtime: Runtime) -> Found:
+    """Return what any rank has found.
+
+    Args:
+        found: what this rank has found.
+        none: what a rank has found that has no gradients.
+        runtime: the runtime of the model that has the gradients.
+    """
+    if not runtime.spreads_gradients:
+        return found
+    runtime.meet_all("GradScaler.unscale_")
+    devices = list(found) or [none.device]
+    total = none.clone()
+    for each in found.values():
+        total += each.to(total.device)
+    for axis in runtime.mesh.factors.values():
+        total = maximum(total, axis)
+    return {device: total.to(device) for device in devices}
+
+
+def follow_modes(optimizer: Optimizer, runtime: Runtime, host: HostSteps | None = None) -> None:
+    """Let what an optimizer's ``train()`` and ``eval()`` do to what it steps of the weights reach the model.
+
+    Schedule-free optimizers have these methods. Every rank must call them.
+
+    Args:
+        optimizer: the optimizer.
+        runtime: the runtime of its model.
+        host: the steps on the host, if the plan offloads the optimizer.
+    """
+    for name in ("train", "eval"):
+        if callable(method := getattr(optimizer, name, None)):
+            setattr(optimizer, name, functools.partial(_switch, method, optimizer, runtime, host))
+
+
+def _switch(method: Callable[[], object], optimizer: Optimizer, runtime: Runtime, host: HostSteps | None) -> None:
+    zero, window = runtime.gradients.zero, StepWindow()
+    runtime.meet_all("optimizer.train() or eval()")
+    with contextlib.ExitStack() as stack:
+        if zero is not None:
+            zero.take_over()
+            stack.enter_context(LentSlices(chain_of(optimizer), zero))
+        if host is not None:
+            host.lend()
+            stack.callback(host.return_all)
+        if (whole := runtime.gradients.whole) is not None:
+            whole.open()
+            stack.callback(whole.close)
+        window.open(optimizer)
+        stack.callback(window.close)
+        method()
+    if zero is not None:
+        zero.publish()
 
 
 def install_gradient_sync(

@@ -29,8 +29,8 @@ from meshwright.layout.tensor_layout import TensorLayout, layout_of
 from meshwright.mesh.axes import Axis, Mesh
 from meshwright.optim.chained import groups_of, members, stepping
 from meshwright.optim.gradients import Gradients
-from meshwright.optim.overrides import follow_overrides
 from meshwright.optim.owners import ComparedSteps, owners_of
+from meshwright.optim.trial import follow_overrides
 from meshwright.parallel.collectives import start_all_to_all_uneven
 from meshwright.parallel.gradients.buckets import flat_dtype
 from meshwright.parallel.shards.lent_parameter import LentParameter, OwnedParameter

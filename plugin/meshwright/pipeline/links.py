@@ -18,9 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.faults.interpose import own_collectives
-from meshwright.mesh.axes import Axis
+from meshwright.mesh.axes import Axis, shared_group
 from meshwright.mesh.process_group import wait_for_message
-from meshwright.mesh.shared_groups import shared_group
 
 AHEAD = 3  # number of receives that are posted before their tensors are needed
 

@@ -33,13 +33,11 @@ from meshwright.parallel.method_chain import BatchStep, StepOrder, find_step
 from meshwright.parallel.shards.reads import own_shape, reading_shards
 from meshwright.parallel.tensor_parallel.apply import SequenceRegion
 from meshwright.parallel.tensor_parallel.tower_features import TowerFeatures
-from meshwright.pipeline.beside_inputs import BesideInputs
 from meshwright.pipeline.cut import Cut
-from meshwright.pipeline.executor import Boundaries, Step, run_evaluation, run_training
+from meshwright.pipeline.executor import Boundaries, Step, WeightGradients, run_evaluation, run_training
 from meshwright.pipeline.links import DTYPES, Format, Links, pipeline_groups
 from meshwright.pipeline.stage_outputs import StageOutputs
-from meshwright.pipeline.stages import Stages
-from meshwright.pipeline.weight_gradients import WeightGradients
+from meshwright.pipeline.stages import BesideInputs, Stages
 from meshwright.plan.config import ParallelPlan
 from meshwright.plan.context_methods import local_tokens
 from meshwright.plan.schedule import SPLIT_BACKWARD, Operation, rank_operations

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from meshwright.errors import PlanError
-from meshwright.mesh.axis_sizes import PLAN_AXES, AxisSizes
 from meshwright.mesh.process_mesh import ParallelDims
+from meshwright.mesh.rank_grid import PLAN_AXES, AxisSizes
 from meshwright.plan.fields import (
     check_bool,
     check_choice,

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.errors import PlanError
-from meshwright.mesh.axis_sizes import PLAN_AXES
+from meshwright.mesh.rank_grid import PLAN_AXES
 from meshwright.plan.fields import nearest
 from meshwright.plan.foreign_names import word_for
 

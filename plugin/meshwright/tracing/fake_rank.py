@@ -1,4 +1,7 @@
-"""Installs a plan on one rank of a fake world, with fake tensors, so that its steps run without values."""
+"""Installs a plan on one rank of a fake world, with fake tensors, so that its steps run without values.
+
+A fake process group of any size in one process.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim import Optimizer
@@ -111,3 +115,20 @@ def traceable(*, has_equal: bool = False) -> Iterator[None]:
             patches.enter_context(mock.patch.object(masking, "find_packed_sequence_indices", lambda *_: None))
         patches.enter_context(mock.patch.object(Documents, "of", lambda batch: None))
         yield
+
+
+@contextlib.contextmanager
+def fake_world(world_size: int, rank: int) -> Iterator[None]:
+    """Open a fake process group inside the context; its collectives send nothing."""
+    if dist.is_initialized():
+        raise ValueError("this process is already in a process group; trace or check a plan in a process of its own")
+    if world_size == 1:
+        yield
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

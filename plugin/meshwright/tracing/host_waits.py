@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from meshwright.faults.interpose import COLLECTIVES
 from meshwright.parallel.autograd_graph import tensors_in
-from meshwright.tracing.traced_traffic import group_in
+from meshwright.tracing.trace import group_in
 
 _Args = Sequence[Any]
 _Kwargs = Mapping[str, Any]

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from torch import nn
 
-from meshwright.checkpoint.files.digested_json import read_start
+from meshwright.checkpoint.files.reading import read_start
 from meshwright.compiling import without_compilation
 from meshwright.errors import CheckpointError
 from meshwright.schema import Check, integer, text

@@ -9,6 +9,8 @@ systems refuse them. There a folder is a leftover only if nothing has been writt
 file system.
 
 Nothing here waits for a lock for ever, since anybody who may read a folder can lock it.
+
+Tells ``meshwright launch`` of each folder that a program has saved, so that it can name the newest one.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import contextlib
 import fcntl
 import functools
 import hashlib
+import json
 import logging
 import os
 import re
@@ -27,9 +30,28 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from meshwright.checkpoint.files import disk
-from meshwright.checkpoint.files.launchers_note import note_saved
 from meshwright.errors import CheckpointError
 from meshwright.printable import shell_word
+
+# The path of a file to which a program appends the folders that it has saved, one line of JSON each.
+SAVED_VARIABLE = "MESHWRIGHT_SAVED"
+
+
+def note_saved(folder: Path) -> None:
+    """Note a folder that is complete, if ``meshwright launch`` on this machine has started this program."""
+    if path := os.environ.get(SAVED_VARIABLE):
+        with contextlib.suppress(OSError), open(path, "a") as file:  # the launcher is gone, or on another machine
+            file.write(json.dumps(str(folder)) + "\n")
+
+
+def noted(path: Path) -> list[Path]:
+    """Return the noted folders, the newest first."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return []
+    return [Path(json.loads(line)) for line in reversed(lines)]
+
 
 logger = logging.getLogger(__name__)
 

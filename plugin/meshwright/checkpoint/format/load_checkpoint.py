@@ -1,9 +1,13 @@
-"""Load what ``save_checkpoint`` wrote, under any plan: each rank reads the elements that it needs, and checks them."""
+"""Load what ``save_checkpoint`` wrote, under any plan: each rank reads the elements that it needs, and checks them.
+
+Tells the user what a run was resumed from.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+import sys
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +20,6 @@ from meshwright.checkpoint.files.lineage import Lineage, Mark
 from meshwright.checkpoint.format.background import Background
 from meshwright.checkpoint.format.checkpoint_folders import find_checkpoint
 from meshwright.checkpoint.format.load_weights import take_over_weights
-from meshwright.checkpoint.format.loaded_line import show_loaded
 from meshwright.checkpoint.format.manifest import NAME
 from meshwright.checkpoint.format.object_states import Stateful, check_states, load_states
 from meshwright.checkpoint.format.open_checkpoint import OpenCheckpoint, open_together
@@ -28,7 +31,7 @@ from meshwright.checkpoint.one_device.optimizer_manifest import OptimizerManifes
 from meshwright.checkpoint.one_device.rank_optimizer import RankTensor
 from meshwright.checkpoint.one_device.safetensors_file import Form
 from meshwright.checkpoint.one_device.weight_files import some
-from meshwright.errors import CheckpointError
+from meshwright.errors import CheckpointError, PlanError
 from meshwright.faults.every_rank import on_every_rank
 from meshwright.faults.together import on_first_rank, succeed_together
 from meshwright.layout.blocks import numel
@@ -38,7 +41,44 @@ from meshwright.optim.state_parts import OptimizerParts, parts_of
 from meshwright.parallel.dropout_streams import DropoutStreams
 from meshwright.parallel.shards.reads import reading_shards
 from meshwright.parallel.shards.state_of_parts import state_of
-from meshwright.progress import Progress
+from meshwright.plan.config import ParallelPlan
+from meshwright.printable import printable
+from meshwright.progress import Progress, is_first_rank
+
+
+def show_loaded(folder: str | os.PathLike[str], *, step: int | None, plan: Mapping[str, object] | None) -> None:
+    """Print one line on rank 0 with a checkpoint that has been loaded.
+
+    Args:
+        folder: the checkpoint's folder.
+        step: the step after which it was saved; None if it does not say.
+        plan: the fields of the plan under which it was saved; None if it does not say.
+    """
+    if is_first_rank():
+        print(printable(loaded_line(folder, step=step, plan=plan)), file=sys.stderr, flush=True)
+
+
+def loaded_line(folder: str | os.PathLike[str], *, step: int | None, plan: Mapping[str, object] | None) -> str:
+    """Return the line of ``show_loaded``.
+
+    Example:
+        >>> loaded_line("runs/step-20", step=20, plan={"dp": 2, "zero_stage": 1})
+        'meshwright: loaded runs/step-20, step 20, saved under dp2 zero1'
+    """
+    path, here = Path(folder), Path.cwd()
+    path = path.relative_to(here) if path.is_relative_to(here) else path
+    label = None if plan is None else _label(plan)
+    parts = [f"meshwright: loaded {path}", step is not None and f"step {step}", label and f"saved under {label}"]
+    return ", ".join(part for part in parts if part)
+
+
+def _label(plan: Mapping[str, Any]) -> str | None:
+    """Return the words of a plan; None for fields of another version, which do not keep a checkpoint from loading."""
+    try:
+        return ParallelPlan(**plan).label
+    except (PlanError, TypeError):
+        return None
+
 
 _Given = dict[str, Stateful | None]
 _COMPONENTS = ("optimizer", "loader", "scheduler", "scaler", "random")

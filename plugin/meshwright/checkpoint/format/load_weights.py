@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from meshwright.checkpoint.files.digested_json import digest_in
+from meshwright.checkpoint.files.reading import digest_in
 from meshwright.checkpoint.files.same_everywhere import read_same
 from meshwright.checkpoint.format.checkpoint_folders import checkpoint_folders, find_checkpoint, is_checkpoint
 from meshwright.checkpoint.format.manifest import NAME

@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from meshwright.checkpoint.files.digested_json import read_digested, write_digested
 from meshwright.checkpoint.files.lineage import FIELDS, LAST_TIME, UNNAMED, UNNUMBERED
-from meshwright.checkpoint.files.reading import parse_json
+from meshwright.checkpoint.files.reading import parse_json, read_digested, write_digested
 from meshwright.checkpoint.format.part_files import FileRecord, file_names
 from meshwright.checkpoint.one_device.optimizer_manifest import ENCODED, OPTIMIZER
 from meshwright.checkpoint.one_device.safetensors_file import DTYPES, SHAPE

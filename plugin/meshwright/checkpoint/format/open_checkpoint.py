@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint.files.digested_json import digest_in
+from meshwright.checkpoint.files.reading import digest_in
 from meshwright.checkpoint.files.same_everywhere import read_same
 from meshwright.checkpoint.format.manifest import NAME, Manifest
 from meshwright.checkpoint.format.part_files import PartIndex

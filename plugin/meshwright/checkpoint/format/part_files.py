@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from meshwright.checkpoint.files import disk
-from meshwright.checkpoint.files.digested_json import digest
-from meshwright.checkpoint.files.reading import parse_json, read_exactly, read_into, reading
+from meshwright.checkpoint.files.reading import digest, parse_json, read_exactly, read_into, reading
 from meshwright.checkpoint.one_device.safetensors_file import MAX_HEADER, file_header, memory_of
 from meshwright.errors import CheckpointError
 from meshwright.layout.blocks import StridedBlock, between, copy_blocks, numel, overlap, packed

@@ -1,33 +1,132 @@
-"""What one rank has of a run at the time of a save, and what it writes once it knows what the others have."""
+"""What one rank has of a run at the time of a save, and what it writes once it knows what the others have.
+
+Decides which rank writes which elements of a checkpoint: each element once, evenly over the ranks that hold it.
+
+The configuration files of a transformers model, by duck typing: the core does not import transformers.
+"""
 
 from __future__ import annotations
 
+import copy
 import functools
+import json
+import logging
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
+from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from meshwright.checkpoint.files.lineage import LAST_TIME
-from meshwright.checkpoint.format.assign_writes import assign_writes
-from meshwright.checkpoint.format.manifest import Manifest
-from meshwright.checkpoint.format.model_config import model_config
+from meshwright.checkpoint.format.manifest import CONFIG_NAMES, Manifest
 from meshwright.checkpoint.format.part_files import RankPart, Source
 from meshwright.checkpoint.format.random_state import Random, random_state
 from meshwright.checkpoint.format.run import Run
 from meshwright.checkpoint.format.snapshot import as_of_now
 from meshwright.checkpoint.one_device.rank_optimizer import RankOptimizer, RankTensor
 from meshwright.checkpoint.one_device.safetensors_file import Form
-from meshwright.layout.blocks import StridedBlock
+from meshwright.layout.blocks import StridedBlock, between, numel, packed
 from meshwright.layout.tensor_layout import TensorLayout
-from meshwright.mesh.axes import Mesh
+from meshwright.mesh.axes import Mesh, Place
 from meshwright.parallel.dropout_streams import DropoutStreams
 from meshwright.plan.config import ParallelPlan
+from meshwright.roles.adapters import wrapped
+
+logger = logging.getLogger(__name__)
+
+
+def model_config(model: nn.Module) -> Callable[[], dict[str, str] | None]:
+    """Return a function that returns the texts of a model's ``config.json`` and ``generation_config.json``, by name.
+
+    The texts are of the present values, also if a thread calls the function later. They are None if there are none.
+    A model in PEFT's wrappers has none: its names are those of the wrappers, and ``from_pretrained`` would find no
+    weight of its config.
+    """
+    configs: dict[str, Any] = {}
+    for name in CONFIG_NAMES if wrapped(model) is None else ():
+        config = getattr(model, name.removesuffix(".json"), None)
+        if callable(getattr(config, "to_json_string", None)):
+            try:
+                configs[name] = copy.deepcopy(config)
+            except Exception as error:  # of whatever the program has put on it, a lock for example
+                logger.warning("the checkpoint has no %s, since it cannot be copied: %s", name, error)
+    architecture = type(model).__name__
+
+    def texts() -> dict[str, str] | None:
+        found = {}
+        for name, config in configs.items():
+            try:
+                fields = json.loads(config.to_json_string())
+            except (TypeError, ValueError) as error:
+                logger.warning("the checkpoint has no %s, since it is not JSON: %s", name, error)
+                continue
+            found[name] = fields
+        if "config.json" in found:
+            found["config.json"]["architectures"] = [architecture]  # as save_pretrained does
+        return {name: _text(fields) for name, fields in found.items()} or None
+
+    return texts
+
+
+def with_dtype(text: str, dtype: str) -> str:
+    """Return a ``config.json`` for weights of a dtype."""
+    fields: dict[str, object] = json.loads(text)
+    fields.pop("torch_dtype", None)  # its name before transformers 5
+    return _text({**fields, "dtype": dtype})
+
+
+def ties_weights(text: str) -> bool:
+    """Whether ``from_pretrained`` ties the weights of a model with this ``config.json``."""
+    fields = json.loads(text)
+    parts = [fields, fields.get("text_config")]
+    return any(isinstance(part, dict) and part.get("tie_word_embeddings") is True for part in parts)
+
+
+def _text(fields: dict[str, object]) -> str:
+    return json.dumps(fields, indent=2, sort_keys=True) + "\n"
+
+
+_SPLIT = 2**16  # bytes; a smaller part is written by one rank, since each piece of it costs a line in the index
+
+
+def assign_writes(
+    tensors: Mapping[str, tuple[torch.dtype, TensorLayout]], places: Sequence[Place]
+) -> list[dict[str, list[StridedBlock]]]:
+    """Return what each rank writes of each tensor, by the rank's index; every rank computes the same.
+
+    The blocks of a share have the positions in the rank's file as storage, contiguous from 0 on.
+
+    Args:
+        tensors: the dtype and the layout of each tensor.
+        places: the coordinates of all ranks.
+    """
+    found: list[dict[str, list[StridedBlock]]] = [{} for _ in places]
+    load = [0] * len(places)  # bytes
+
+    def lightest(ranks: Sequence[int]) -> int:
+        return min(ranks, key=load.__getitem__)
+
+    for name, (dtype, layout) in tensors.items():
+        for shards, spans in layout.regions(places):
+            # The slices of two shards may begin at other rows, so that the ranks of one shard write for all.
+            for ranks in min(shards, key=lambda groups: sum(load[lightest(ranks)] for ranks in groups)):
+                share = packed(layout.blocks(places[ranks[0]], spans))
+                total = numel(share)
+                writers = ranks if total * dtype.itemsize >= _SPLIT else [lightest(ranks)]
+                borders = [total * index // len(writers) for index in range(len(writers) + 1)]
+                for rank, (start, stop) in zip(writers, pairwise(borders), strict=True):
+                    if start < stop:
+                        part = share if len(writers) == 1 else between(share, start, stop)
+                        found[rank].setdefault(name, []).extend(part)
+                        load[rank] += (stop - start) * dtype.itemsize
+    return [{name: packed(blocks) for name, blocks in share.items()} for share in found]
+
 
 _LIBRARIES = ("meshwright", "torch", "transformers", "accelerate", "numpy")
 

@@ -16,8 +16,8 @@ from meshwright.errors import CheckpointError
 from meshwright.layout.packed_weights import state_without_packed
 from meshwright.layout.tensor_layout import TensorLayout, layout_if_any
 from meshwright.mesh.axes import Mesh
-from meshwright.optim.engine_state import check_no_engine
 from meshwright.optim.runtime import Runtime, device_of, find_runtime
+from meshwright.optim.state_parts import check_no_engine
 
 
 @dataclass(frozen=True, kw_only=True)

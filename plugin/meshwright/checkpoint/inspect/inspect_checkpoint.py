@@ -10,8 +10,7 @@ from pathlib import Path
 
 import torch
 
-from meshwright.checkpoint.files.digested_json import digest
-from meshwright.checkpoint.files.reading import read_into, reading
+from meshwright.checkpoint.files.reading import digest, read_into, reading
 from meshwright.checkpoint.format.checkpoint_folders import foreign_files
 from meshwright.checkpoint.format.manifest import NAME, Manifest
 from meshwright.checkpoint.format.open_checkpoint import uncovered

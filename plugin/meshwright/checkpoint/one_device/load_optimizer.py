@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from meshwright.checkpoint.files.digested_json import digest
+from meshwright.checkpoint.files.reading import digest
 from meshwright.checkpoint.files.same_everywhere import read_same
 from meshwright.checkpoint.one_device.check_optimizer import IMPLEMENTATION, SavedState, check_fits
 from meshwright.checkpoint.one_device.optimizer_manifest import NAME, OptimizerManifest, decode, master_key, state_key

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwright.checkpoint.files import disk
-from meshwright.checkpoint.one_device.gather_tensor import assemble
 from meshwright.checkpoint.one_device.optimizer_manifest import OptimizerManifest
 from meshwright.checkpoint.one_device.rank_optimizer import RankOptimizer
 from meshwright.checkpoint.one_device.safetensors_file import num_bytes
 from meshwright.checkpoint.one_device.streamed_files import StreamedFiles, parse_bytes, split, stream
+from meshwright.checkpoint.one_device.whole_tensors import assemble
 from meshwright.compiling import without_compilation
 from meshwright.errors import PlanError
 from meshwright.faults.every_rank import on_every_rank

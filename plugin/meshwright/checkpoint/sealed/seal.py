@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.checkpoint.files import disk
-from meshwright.checkpoint.files.digested_json import read_digested, write_digested
 from meshwright.checkpoint.files.lineage import FIELDS, LAST_TIME, UNNAMED, UNNUMBERED, Mark
+from meshwright.checkpoint.files.reading import read_digested, write_digested
 from meshwright.errors import CheckpointError
 from meshwright.schema import LARGEST, boolean, equal, integer, listed, record, require, row, table, text, that
 

@@ -16,10 +16,9 @@ from pathlib import Path
 import torch.distributed as dist
 
 from meshwright.checkpoint.files import disk
-from meshwright.checkpoint.files.digested_json import digest_in
 from meshwright.checkpoint.files.full_disk import naming_the_disk
 from meshwright.checkpoint.files.lineage import LAST_TIME, Lineage, begin_save
-from meshwright.checkpoint.files.reading import reading
+from meshwright.checkpoint.files.reading import digest_in, reading
 from meshwright.checkpoint.files.same_everywhere import check_same
 from meshwright.checkpoint.files.staged_folder import StagedFolder, locked, seen_in_time, staged_path
 from meshwright.checkpoint.sealed.seal import CHUNK, NAME, Seal, holds_only_what_was_sealed, sizes_in

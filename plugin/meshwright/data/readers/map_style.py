@@ -13,13 +13,11 @@ from torch.utils.data import DataLoader
 
 from meshwright.data.batch_reading import BatchReading, Request, Way, WorkerStart, as_read, count_tried
 from meshwright.data.collation import Collate
-from meshwright.data.collation_trial import CollationTrial, RowsFinding, Trials
+from meshwright.data.collation_trial import CollationTrial, RowsFinding, Trials, cut_rows
 from meshwright.data.epoch_order import InOrder, Order
 from meshwright.data.fingerprint import fingerprint
 from meshwright.data.global_batches import Portion, Share, Sharing
 from meshwright.data.one_length import KeepingSamples, portion_of
-from meshwright.data.own_rows import cut_rows
-from meshwright.data.read_errors import first_failing, name_of, reading
 from meshwright.data.readers.base import (
     NAMED,
     WORKER_SEEDS,
@@ -29,6 +27,7 @@ from meshwright.data.readers.base import (
     worker_options,
 )
 from meshwright.data.sampler_order import Batches, Sampling
+from meshwright.data.shards import first_failing, name_of, reading
 from meshwright.data.shuffling import Draws
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.batch.items import BatchFormat

@@ -13,10 +13,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from meshwright.data.global_batches import Portion, Sharing, chunk_share
 from meshwright.data.nested import map_tensors
-from meshwright.data.read_errors import located, name_of, reading
 from meshwright.data.readers.base import WORKER_SEEDS, Position, Reader, StateForm, worker_options
 from meshwright.data.readers.whole_stream import is_stock
-from meshwright.data.shards import ShardedSource
+from meshwright.data.shards import ShardedSource, located, name_of, reading
 from meshwright.data.shuffling import Draws, WorkerSeeds
 from meshwright.data.stream import ShardedStream, StreamRows, gather_objects
 from meshwright.mesh.axes import Axis

@@ -13,14 +13,12 @@ from torch import Generator
 from torch.utils.data import DataLoader, Dataset
 
 from meshwright.data.batch_reading import After, WorkerStart, count_tried
-from meshwright.data.collation_trial import CollationTrial, Trials, Verdict
+from meshwright.data.collation_trial import CollationTrial, Trials, Verdict, cut_rows
 from meshwright.data.fingerprint import fingerprint, outline
 from meshwright.data.global_batches import Portion, Sharing
 from meshwright.data.nested import digest, take_rows, why_no_batch
 from meshwright.data.one_length import KeepingSamples, portion_of
-from meshwright.data.own_rows import cut_rows
 from meshwright.data.peers import Peers, check_same_rows
-from meshwright.data.read_errors import name_of, reading
 from meshwright.data.readers.base import (
     MOST_EPOCHS,
     NAMED,
@@ -30,6 +28,7 @@ from meshwright.data.readers.base import (
     StateForm,
     worker_options,
 )
+from meshwright.data.shards import name_of, reading
 from meshwright.data.shuffling import Draws, WorkerSeeds
 from meshwright.errors import PlanError
 from meshwright.mesh.axes import Axis

@@ -1,13 +1,74 @@
-"""Divides a model into the units of ZeRO stage 3, whose weights are gathered together."""
+"""Divides a model into the units of ZeRO stage 3, whose weights are gathered together.
+
+Finds the weights of a module's children that the module's own code reads, without calling the child.
+
+DeBERTa's encoder norms its table of relative positions, the towers of some models add a table of positions, and
+ProphetNet's decoder calls another method of its table than forward. Under ZeRO stage 3 such a weight must have its
+values while the module runs.
+"""
 
 from __future__ import annotations
 
+import dis
+import functools
+import inspect
 from collections.abc import Iterator
+from types import FunctionType
 
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from meshwright.optim.zero.read_weights import read_weights
+_WEIGHTS = ("weight", "bias")
+_KNOWN = {"dtype", "device", "shape", "size", "numel", "ndim", "data", "is_meta"}  # without a weight's values
+_NO_FORWARD = ("__", "_init", "set_", "resize", "tie")
+
+
+def read_weights(module: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of children that a module reads in its own methods.
+
+    It reads ``self.child.weight``, or calls a method of the child's own class, ``self.child.method()``.
+    """
+    found: list[nn.Parameter] = []
+    for path, name in _reads(type(module)):
+        try:
+            owner = module.get_submodule(path)
+        except AttributeError:
+            continue
+        own = owner._parameters.values() if _is_method(owner, name) else [owner._parameters.get(name)]
+        found += [p for p in own if p is not None and p.is_floating_point()]
+    return list(dict.fromkeys(found))
+
+
+def _is_method(owner: nn.Module, name: str) -> bool:
+    """Return whether a name is that of a method that runs a part of a forward pass."""
+    method = inspect.unwrap(getattr(type(owner), name, _is_method))
+    is_stock = not isinstance(method, FunctionType) or method.__module__.startswith(("torch.", __name__))
+    return not is_stock and not name.startswith(("forward", *_NO_FORWARD))
+
+
+def _reads(kind: type[nn.Module]) -> tuple[tuple[str, str], ...]:
+    """Return the paths of children, and the names of their weights, in the code of a class outside of torch."""
+    kinds = [k for k in kind.__mro__ if issubclass(k, nn.Module) and not k.__module__.startswith("torch.")]
+    methods = {name: value for k in reversed(kinds) for name, value in vars(k).items()}
+    codes = [inspect.unwrap(x) for name, x in methods.items() if callable(x) and not name.startswith(_NO_FORWARD)]
+    return tuple(dict.fromkeys(read for code in codes if isinstance(code, FunctionType) for read in _reads_of(code)))
+
+
+@functools.cache
+def _reads_of(function: FunctionType) -> tuple[tuple[str, str], ...]:
+    return tuple(_read_paths(function))
+
+
+def _read_paths(function: FunctionType) -> Iterator[tuple[str, str]]:
+    path: list[str] | None = None  # the attributes of self that were just read
+    for step in dis.get_instructions(function):
+        is_attribute = step.opname in ("LOAD_ATTR", "LOAD_METHOD")
+        if path is not None and len(path) > 1 and not (path[-1] in _WEIGHTS and is_attribute and step.argval in _KNOWN):
+            yield ".".join(path[:-1]), path[-1]
+        if is_attribute and path is not None:
+            path.append(step.argval)
+        else:
+            path = [] if step.opname.startswith("LOAD_FAST") and step.argval == "self" else None
 
 
 def units_of(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:

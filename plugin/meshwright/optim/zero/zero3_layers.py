@@ -39,8 +39,7 @@ from meshwright.mesh.axes import Mesh
 from meshwright.optim.zero.flat_parameters import FlatShard
 from meshwright.optim.zero.float8_shard import Float8Shard
 from meshwright.optim.zero.ownership import EqualSlices, sliced, stepped_over
-from meshwright.optim.zero.read_weights import read_weights
-from meshwright.optim.zero.units import units_of
+from meshwright.optim.zero.units import read_weights, units_of
 from meshwright.optim.zero.zero_optimizer import ShardedBucket
 from meshwright.parallel import saved_tensors as saved
 from meshwright.parallel.autograd_graph import in_backward

@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.mesh.axes import Axis
-from meshwright.parallel.experts.rows import add_rows, take_rows
-from meshwright.parallel.experts.token_dispatchers import make_dispatcher
+from meshwright.parallel.experts.token_dispatchers import add_rows, make_dispatcher, take_rows
 from meshwright.parallel.method_chain import ChainStep
 from meshwright.parallel.shards.reads import own_shape
 

@@ -23,8 +23,7 @@ from meshwright.layout.tensor_layout import TensorLayout, layout_of
 from meshwright.mesh.axes import Mesh
 from meshwright.parallel.autograd_graph import InPass, after_backward, in_backward, take_kept_node
 from meshwright.parallel.collectives import maximum
-from meshwright.parallel.gradients.program_hooks import Hook, ProgramHooks
-from meshwright.parallel.gradients.whole_gradient import on_every_rank
+from meshwright.parallel.gradients.program_hooks import Hook, ProgramHooks, on_every_rank
 from meshwright.parallel.shards.reads import reading_shards, values_of
 from meshwright.parallel.shards.sharded_parameter import is_shard, whole_gradient
 from meshwright.temporarily import temporarily

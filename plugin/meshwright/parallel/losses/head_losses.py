@@ -21,9 +21,8 @@ from torch import Tensor, nn
 from meshwright.errors import PlanError
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.batch.mean_over_ranks import IGNORE_INDEX, GlobalMean, valid_labels
-from meshwright.parallel.losses.added_losses import AddedToLoss, check_nothing_added
 from meshwright.parallel.losses.batch_loss import Batch, BatchLoss
-from meshwright.parallel.losses.causal_lm import CausalLMLoss, next_words
+from meshwright.parallel.losses.causal_lm import AddedToLoss, CausalLMLoss, check_nothing_added, next_words
 from meshwright.parallel.losses.observed import observe_loss
 from meshwright.parallel.losses.replaced_forward import replacement_of, stock_owner
 from meshwright.parallel.method_chain import arguments

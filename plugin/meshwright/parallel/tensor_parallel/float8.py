@@ -29,7 +29,7 @@ from meshwright.parallel import saved_tensors as saved
 from meshwright.parallel.batch.share import is_in_filler
 from meshwright.parallel.collectives import maximum
 from meshwright.parallel.method_chain import StepOrder
-from meshwright.parallel.tensor_parallel.linear_layers import LinearForward
+from meshwright.parallel.tensor_parallel.column_projections import LinearForward
 from meshwright.roles.linear_kernel import LinearKernel, kernel_of, set_kernel
 
 if TYPE_CHECKING:

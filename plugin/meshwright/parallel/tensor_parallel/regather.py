@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from meshwright.mesh.axes import Axis
 from meshwright.parallel import saved_tensors as saved
 from meshwright.parallel.collectives import all_gather
-from meshwright.parallel.tensor_parallel.linear_layers import LinearForward
+from meshwright.parallel.tensor_parallel.column_projections import LinearForward
 from meshwright.roles.linear_kernel import kernel_of
 
 

@@ -23,8 +23,7 @@ from meshwright.mesh.axes import Axis
 from meshwright.parallel.autograd_graph import bypasses, in_backward
 from meshwright.parallel.collectives import share
 from meshwright.parallel.method_chain import arguments
-from meshwright.parallel.tensor_parallel.block_boundary import hidden_states
-from meshwright.parallel.tensor_parallel.local_heads import PER_HEAD
+from meshwright.parallel.tensor_parallel.block_boundary import PER_HEAD, hidden_states
 from meshwright.parallel.tensor_parallel.sequence_parallel import SequenceSharding
 from meshwright.roles.blocks import Block
 

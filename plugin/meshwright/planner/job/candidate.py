@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import Any, Literal, get_args
 
 from meshwright.errors import PlanError
-from meshwright.mesh.axis_sizes import OPTIONS, PLAN_AXES, AxisSizes
+from meshwright.mesh.rank_grid import OPTIONS, PLAN_AXES, AxisSizes
 from meshwright.plan.schedule import SPLIT_BACKWARD, check, chunks_of, stages_of_rank
 from meshwright.plan.text import format_plan
 from meshwright.planner.job.adapters import Lora, trained_bytes

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import NamedTuple
 
-from meshwright.mesh.axis_sizes import AXES
+from meshwright.mesh.rank_grid import AXES
 
 _CHARACTER = 0.56  # mean width of a character, relative to the font size
 

@@ -13,13 +13,11 @@ from meshwright.errors import PlanError
 from meshwright.planner.answers import explain
 from meshwright.planner.answers.cost import Budget, bill_line, bill_of
 from meshwright.planner.formatting import gib, seconds
-from meshwright.planner.page.data import packed, page_data
+from meshwright.planner.page.data import describe_plan, launch_command, packed, page_data, plan_command
 from meshwright.planner.page.every_setting import Elsewhere, with_each_length, with_every_setting
-from meshwright.planner.page.front import pareto
-from meshwright.planner.page.listing import PLANS, Listed, listed_plans
+from meshwright.planner.page.listing import PLANS, Listed, listed_plans, pareto
 from meshwright.planner.page.render import render
 from meshwright.planner.page.settings import PageSettings, ranges
-from meshwright.planner.page.words import describe_plan, launch_command, plan_command
 from meshwright.planner.search.search import Search
 from meshwright.printable import shell_word
 from meshwright.whole_file import write_whole

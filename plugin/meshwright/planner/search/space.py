@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from meshwright.mesh.axis_sizes import PLAN_AXES
+from meshwright.mesh.rank_grid import PLAN_AXES
 from meshwright.plan.context_methods import local_tokens
 from meshwright.plan.schedule import SPLIT_BACKWARD
 from meshwright.planner.context_cost import methods

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from meshwright.planner.context_cost import ContextExchange, attends_twice, block_bytes, exchanges, shares_keys
 from meshwright.planner.job.adapters import ADAPTED_LAUNCHES, ADAPTER_BYTES, projections
 from meshwright.planner.job.candidate import Candidate, Job, Precision
-from meshwright.planner.job.experts import ROUTED_LAUNCHES, ExpertShape
-from meshwright.planner.job.layer_shape import LayerShape
+from meshwright.planner.job.layer_shape import ROUTED_LAUNCHES, ExpertShape, LayerShape
 from meshwright.planner.job.shapes import ModelShape
 from meshwright.planner.machine.devices import matmul_peak
 from meshwright.planner.machine.hardware import Cluster, Coefficients
