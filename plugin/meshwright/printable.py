@@ -1,8 +1,9 @@
-"""Shows texts that come from outside: names of folders and models, fields of files, what other programs say.
+"""Makes texts safe to show: those that come from outside, and those that hold secrets.
 
-On a terminal and in files that programs read, such a text is data: it ends no line, moves no cursor and runs nothing.
+Texts from outside are the names of folders and models, fields of files, and what other programs say. On a terminal and
+in files that programs read, such a text is data: it ends no line, moves no cursor and runs nothing.
 
-Hides the values of options that open something: tokens, keys and passwords reach no log and no page.
+Secrets are the values of options that open something: tokens, keys and passwords. They reach no log and no page.
 """
 
 from __future__ import annotations
@@ -11,6 +12,16 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+
+HIDDEN = "***"
+# Words of the names of options whose values are hidden; "tokens" counts what is trained on.
+_SECRET = re.compile(
+    "(?:^|[^a-zA-Z])(?:api)?(?:token|key|password|passwd|passphrase|secrets?|credentials?)(?:$|[^a-zA-Z])",
+    re.IGNORECASE,
+)
+_OF_TEXT = re.compile("(?:eos|bos|pad|unk|sep|cls|mask|image|stop)[_-]token$", re.IGNORECASE)  # words of a tokenizer
+_CAMEL_CASE = re.compile("(?<=[a-z])(?=[A-Z])")
+_PASSWORD = re.compile(r"(://[^/@:\s]*:)[^/@\s]+@")  # in an address
 
 
 def printable(text: object) -> str:
@@ -53,17 +64,6 @@ def _in_quotes(character: str) -> str:
 def tell(text: object) -> None:
     """Print lines to standard error at once, as what Meshwright says."""
     print(f"meshwright: {printable_lines(text)}", file=sys.stderr, flush=True)
-
-
-HIDDEN = "***"
-# Words of the names of such options; "tokens" counts what is trained on.
-_SECRET = re.compile(
-    "(?:^|[^a-zA-Z])(?:api)?(?:token|key|password|passwd|passphrase|secrets?|credentials?)(?:$|[^a-zA-Z])",
-    re.IGNORECASE,
-)
-_OF_TEXT = re.compile("(?:eos|bos|pad|unk|sep|cls|mask|image|stop)[_-]token$", re.IGNORECASE)  # words of a tokenizer
-_CAMEL_CASE = re.compile("(?<=[a-z])(?=[A-Z])")
-_PASSWORD = re.compile(r"(://[^/@:\s]*:)[^/@\s]+@")  # in an address
 
 
 def without_secrets(words: Sequence[str]) -> list[str]:

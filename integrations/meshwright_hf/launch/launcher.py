@@ -1,8 +1,8 @@
-"""Runs accelerate's launcher with the number of processes of a plan, and the plan in their environment.
+"""Runs accelerate's launcher for one job under a plan, and tells the user what came of it.
 
-After a run that died: which checkpoint of it is the newest whole one, and the command that goes on from it.
-
-Warns if the script of ``meshwright launch`` does not use the plan: it trains by plain data parallelism, or not.
+The plan decides the number of processes, which find it in their environment. If the script does not use the plan, it
+trains by plain data parallelism or without any, and the launcher warns. If the run dies, the launcher names the newest
+whole checkpoint of the run and the command that goes on from it.
 """
 
 from __future__ import annotations
@@ -30,47 +30,13 @@ from meshwright_hf.launch import network
 from meshwright_hf.launch.job import RESUME_VARIABLE, Launch, job_environment, note_of_processes, say
 from meshwright_hf.versions import SAID_VARIABLE, outside_range
 
+DEFAULT_PORT = 29500  # torch's and accelerate's
+TRIED_ON_CPU = 8  # number of processes that a machine may start however few cores it has
+_OF_TRAINER = "trainer_state.json"
 CURES = """\
   Trainer:     from meshwright_hf.trainer import MeshwrightTrainer as Trainer  # was: from transformers import Trainer
   accelerate:  from meshwright_hf.accelerate import Accelerator  # was: from accelerate import Accelerator
   plain loop:  model, optimizer, loader = meshwright.to_distributed(model, optimizer, loader)"""
-
-
-@contextlib.contextmanager
-def watched_plan(job: Launch) -> Iterator[None]:
-    """Warn at the start if the script does not name meshwright, and at the end if no process asked for the plan.
-
-    The warning at the end is printed unless the context ends by an exception, as it does if a process fails.
-
-    Args:
-        job: the launch; the processes must inherit this process's environment while the context is open.
-    """
-    if job.plan is None or job.plan.world_size == 1 or job.machine_rank != 0:
-        yield
-        return
-    if not job.names(b"meshwright"):
-        say(
-            f"{job.script} does not import meshwright. Unless a module that it imports does, the plan "
-            f"{job.plan.label!r} has no effect, and {_instead(job)}"
-        )
-    with note_of_processes(USED_VARIABLE) as mark:
-        yield
-        if not mark.exists():
-            say(
-                f"the plan {job.plan.label!r} was never used: no process called to_distributed, or an integration that "
-                f"does. Without it, {_instead(job)}. To train under the plan, change a line of the script:\n{CURES}"
-            )
-
-
-def _instead(job: Launch) -> str:
-    return (
-        f"a Trainer or an Accelerator trains by DistributedDataParallel, with {job.num_processes} times the batch of "
-        "one process"
-    )
-
-
-DEFAULT_PORT = 29500  # torch's and accelerate's
-TRIED_ON_CPU = 8  # number of processes that a machine may start however few cores it has
 
 
 def default_processes(num_machines: int, cpu: bool) -> int:
@@ -318,7 +284,37 @@ def _gpus() -> int:
     return torch.cuda.device_count()
 
 
-_OF_TRAINER = "trainer_state.json"
+@contextlib.contextmanager
+def watched_plan(job: Launch) -> Iterator[None]:
+    """Warn at the start if the script does not name meshwright, and at the end if no process asked for the plan.
+
+    The warning at the end is printed unless the context ends by an exception, as it does if a process fails.
+
+    Args:
+        job: the launch; the processes must inherit this process's environment while the context is open.
+    """
+    if job.plan is None or job.plan.world_size == 1 or job.machine_rank != 0:
+        yield
+        return
+    if not job.names(b"meshwright"):
+        say(
+            f"{job.script} does not import meshwright. Unless a module that it imports does, the plan "
+            f"{job.plan.label!r} has no effect, and {_instead(job)}"
+        )
+    with note_of_processes(USED_VARIABLE) as mark:
+        yield
+        if not mark.exists():
+            say(
+                f"the plan {job.plan.label!r} was never used: no process called to_distributed, or an integration that "
+                f"does. Without it, {_instead(job)}. To train under the plan, change a line of the script:\n{CURES}"
+            )
+
+
+def _instead(job: Launch) -> str:
+    return (
+        f"a Trainer or an Accelerator trains by DistributedDataParallel, with {job.num_processes} times the batch of "
+        "one process"
+    )
 
 
 @contextlib.contextmanager

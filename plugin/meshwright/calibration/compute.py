@@ -1,6 +1,6 @@
 """Probes of the computations of one process in a training step, at the sizes of decoders.
 
-A decoder layer like those of transformers, without a dependency on transformers.
+Their decoder layer is like those of transformers, but does not depend on transformers.
 """
 
 from __future__ import annotations
@@ -18,60 +18,6 @@ from meshwright.calibration.timing import Probe, Run, seconds_of
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.losses.chunked_head import ChunkedHeadLoss, ChunkedLoss
 from meshwright.parallel.losses.cross_entropy import Words
-
-
-def norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
-    """Return the root-mean-square norm of x, computed in 32 bits."""
-    wide = x.float()
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * wide.to(x.dtype)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return x with rotary position embeddings."""
-    half = x.shape[-1] // 2
-    return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
-
-
-class _Norm(nn.Module):
-    def __init__(self, hidden: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(hidden))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return norm(x, self.weight)
-
-
-class DecoderLayer(nn.Module):
-    """Attention with rotary position embeddings and a gated MLP, each with a norm before it and a residual connection.
-
-    Args:
-        hidden: width of the residual stream.
-        ffn: width of the MLP.
-        head_dim: width of one head.
-    """
-
-    def __init__(self, hidden: int, ffn: int, head_dim: int):
-        super().__init__()
-        self.head_dim = head_dim
-        self.before_attention, self.before_mlp = _Norm(hidden), _Norm(hidden)
-        self.q, self.k, self.v, self.o = (nn.Linear(hidden, hidden, bias=False) for _ in range(4))
-        self.gate, self.up = (nn.Linear(hidden, ffn, bias=False) for _ in range(2))
-        self.down = nn.Linear(ffn, hidden, bias=False)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Return the layer's output for x [batch, length, hidden] and cos, sin [length, head_dim]."""
-        y = self.before_attention(x)
-        q, k, v = (
-            project(y).view(*y.shape[:2], -1, self.head_dim).transpose(1, 2) for project in (self.q, self.k, self.v)
-        )
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.o(attended.transpose(1, 2).reshape(*x.shape))
-        y = self.before_mlp(x)
-        result: Tensor = x + self.down(F.silu(self.gate(y)) * self.up(y))
-        return result
-
 
 _MATMULS = 16  # number of matmul sizes to measure, spread over the sizes that do not take too long
 _FEWEST = 4  # number of the smallest sizes that a slow machine measures, however long they take
@@ -321,3 +267,56 @@ def _copy(device: torch.device, kind: str, size: int) -> Run:
     other = torch.zeros(size, dtype=torch.uint8, device=device)
     source, target = (other, host) if kind == "device to host" else (host, other)
     return lambda: target.copy_(source, non_blocking=is_cuda)
+
+
+def norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+    """Return the root-mean-square norm of x, computed in 32 bits."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return x with rotary position embeddings."""
+    half = x.shape[-1] // 2
+    return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
+
+
+class _Norm(nn.Module):
+    def __init__(self, hidden: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return norm(x, self.weight)
+
+
+class DecoderLayer(nn.Module):
+    """Attention with rotary position embeddings and a gated MLP, each with a norm before it and a residual connection.
+
+    Args:
+        hidden: width of the residual stream.
+        ffn: width of the MLP.
+        head_dim: width of one head.
+    """
+
+    def __init__(self, hidden: int, ffn: int, head_dim: int):
+        super().__init__()
+        self.head_dim = head_dim
+        self.before_attention, self.before_mlp = _Norm(hidden), _Norm(hidden)
+        self.q, self.k, self.v, self.o = (nn.Linear(hidden, hidden, bias=False) for _ in range(4))
+        self.gate, self.up = (nn.Linear(hidden, ffn, bias=False) for _ in range(2))
+        self.down = nn.Linear(ffn, hidden, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Return the layer's output for x [batch, length, hidden] and cos, sin [length, head_dim]."""
+        y = self.before_attention(x)
+        q, k, v = (
+            project(y).view(*y.shape[:2], -1, self.head_dim).transpose(1, 2) for project in (self.q, self.k, self.v)
+        )
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.o(attended.transpose(1, 2).reshape(*x.shape))
+        y = self.before_mlp(x)
+        result: Tensor = x + self.down(F.silu(self.gate(y)) * self.up(y))
+        return result

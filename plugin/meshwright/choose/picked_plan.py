@@ -1,6 +1,8 @@
 """Picks the plan for ``to_distributed``: that which ``meshwright plan`` would show first, if the model can run it.
 
-Decides whether a plan with pipeline stages may be picked for a model.
+Pipeline stages may be picked only for some models. What shows without a forward pass is decided before the search. If
+the first choice has stages, the model's forward runs once on tensors without values. If its layers cannot be cut, a
+search without stages follows.
 """
 
 from __future__ import annotations
@@ -57,43 +59,6 @@ from meshwright.roles import Decoder, plan_for
 from meshwright.roles.adapters import check_methods, without_wrappers
 from meshwright.roles.blocks.adapted_experts import check_adapted_experts
 
-
-def against_stages(model: nn.Module, config: ToDistributedConfig) -> str | None:
-    """Return why no plan with pipeline stages may be picked for a model, as far as this shows without a forward pass.
-
-    Args:
-        model: the model.
-        config: the options of ``to_distributed``.
-
-    Returns:
-        The reason; None if such a plan may be picked.
-    """
-    if not config.picks_stages:
-        return "ToDistributedConfig(picks_stages=False)"
-    if config.engine is not None:
-        return f"{config.engine} runs the backward pass of the whole model"
-    if find_loss(without_wrappers(model)[1], config.loss_averages_over) is None:
-        return "the model computes its own loss, and a pipeline's backward pass runs inside the model's forward"
-    if next(model.parameters()).dtype is torch.float16:
-        return "stages were compared with one device in float16 under autocast only, not with float16 weights"
-    return None
-
-
-def why_not_cut(model: nn.Module, config: ToDistributedConfig) -> str | None:
-    """Return why the layers of a model cannot be cut into stages; None if they can.
-
-    The model's forward runs once on tensors without values.
-    """
-    decoder = without_wrappers(model)[1]
-    try:
-        order = record_order(decoder, outline(decoder, config.sharding_plan, instead="ParallelPlan(pp=1)").layers)
-    except PlanError as error:
-        return str(error)
-    if not order.is_plain:
-        return "what crosses its stages beside hidden states of [rows, tokens, channels] has no estimate"
-    return None
-
-
 logger = logging.getLogger(__name__)
 
 _ROWS_TO_MEASURE = 8  # samples from which the length of a row is measured
@@ -145,6 +110,42 @@ def pick_plan(
 
     picked = on_first_rank(pick)
     return with_sequence_parallel(ParallelPlan(**picked["plan"]), config), picked["reasons"]
+
+
+def against_stages(model: nn.Module, config: ToDistributedConfig) -> str | None:
+    """Return why no plan with pipeline stages may be picked for a model, as far as this shows without a forward pass.
+
+    Args:
+        model: the model.
+        config: the options of ``to_distributed``.
+
+    Returns:
+        The reason; None if such a plan may be picked.
+    """
+    if not config.picks_stages:
+        return "ToDistributedConfig(picks_stages=False)"
+    if config.engine is not None:
+        return f"{config.engine} runs the backward pass of the whole model"
+    if find_loss(without_wrappers(model)[1], config.loss_averages_over) is None:
+        return "the model computes its own loss, and a pipeline's backward pass runs inside the model's forward"
+    if next(model.parameters()).dtype is torch.float16:
+        return "stages were compared with one device in float16 under autocast only, not with float16 weights"
+    return None
+
+
+def why_not_cut(model: nn.Module, config: ToDistributedConfig) -> str | None:
+    """Return why the layers of a model cannot be cut into stages; None if they can.
+
+    The model's forward runs once on tensors without values.
+    """
+    decoder = without_wrappers(model)[1]
+    try:
+        order = record_order(decoder, outline(decoder, config.sharding_plan, instead="ParallelPlan(pp=1)").layers)
+    except PlanError as error:
+        return str(error)
+    if not order.is_plain:
+        return "what crosses its stages beside hidden states of [rows, tokens, channels] has no estimate"
+    return None
 
 
 def _search(

@@ -1,6 +1,6 @@
-"""Commands whose help lists their options in groups.
+"""Commands that list their options in groups, and that know how other launchers and planners name these options.
 
-What to write in place of an option that other launchers and planners have.
+The error about an unknown option says what to write in its place.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
-# Their names -> what to write here; of several, the one whose option the command has.
+# Names that others have for an option -> what to write here; of several, the one whose option the command has.
 _GROUPS = (
     ("batch-size batch train-batch-size global-batch-size bs gbs", ("--global-batch",)),
     ("seqlen sequence-length seq-length max-seq-len max-seq-length max-length context-length", ("--seq-len",)),

@@ -3,7 +3,7 @@
 Only this rank's queries, keys and values are kept for backward, which runs the blocks again. So neither a mask nor the
 keys of the other ranks stay in memory.
 
-Masks of FlexAttention, which skips blocks of queries and keys between which no pair is seen.
+FlexAttention takes masks of its own, and skips blocks of queries and keys between which no pair is seen.
 """
 
 from __future__ import annotations
@@ -27,40 +27,6 @@ from meshwright.temporarily import temporarily
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
-
-
-def is_flex(stock: Callable[..., object]) -> bool:
-    """Return whether an attention function is the one by which transformers calls FlexAttention."""
-    module = sys.modules.get("transformers.integrations.flex_attention")
-    return module is not None and stock is module.flex_attention_forward
-
-
-def block_mask(mask: ContextMask, queries: TokenRun, keys: TokenRun) -> BlockMask:
-    """Return the mask of some queries and keys, which FlexAttention counts from 0.
-
-    Queries beyond the end of the sequence act as the last one, and keys beyond it are not seen. It is made once for all
-    layers of a forward pass.
-    """
-    if (queries, keys) not in mask.of_flex:
-        mask.of_flex[queries, keys] = _made(mask, queries, keys)
-    return mask.of_flex[queries, keys]
-
-
-def _made(mask: ContextMask, queries: TokenRun, keys: TokenRun) -> BlockMask:
-    from torch.nn.attention.flex_attention import create_block_mask  # imports torch's compiler
-
-    function, padding, last = mask.function, mask.padding, mask.length - 1  # which keep the mask itself out of a cycle
-
-    def is_seen(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        place = key + keys.start
-        inside = place.clamp(max=last)
-        seen: Tensor = function(row, head, (query + queries.start).clamp(max=last), inside)
-        if padding is not None:
-            seen = seen & padding[row, inside].bool()
-        return seen & (place <= last)
-
-    return create_block_mask(is_seen, mask.rows, None, queries.size, keys.size, device=str(mask.device))
-
 
 # An attention function of transformers: (module, query, key, value, mask, **options) -> (output [B, S, heads, d], ...).
 StockAttention = Callable[..., tuple[Tensor, Any]]
@@ -308,3 +274,36 @@ def _autocast_of(device: torch.device) -> Callable[[], contextlib.AbstractContex
     kind = device.type
     enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
     return lambda: torch.autocast(kind, dtype=dtype, enabled=enabled)
+
+
+def is_flex(stock: Callable[..., object]) -> bool:
+    """Return whether an attention function is the one by which transformers calls FlexAttention."""
+    module = sys.modules.get("transformers.integrations.flex_attention")
+    return module is not None and stock is module.flex_attention_forward
+
+
+def block_mask(mask: ContextMask, queries: TokenRun, keys: TokenRun) -> BlockMask:
+    """Return the mask of some queries and keys, which FlexAttention counts from 0.
+
+    Queries beyond the end of the sequence act as the last one, and keys beyond it are not seen. It is made once for all
+    layers of a forward pass.
+    """
+    if (queries, keys) not in mask.of_flex:
+        mask.of_flex[queries, keys] = _made(mask, queries, keys)
+    return mask.of_flex[queries, keys]
+
+
+def _made(mask: ContextMask, queries: TokenRun, keys: TokenRun) -> BlockMask:
+    from torch.nn.attention.flex_attention import create_block_mask  # imports torch's compiler
+
+    function, padding, last = mask.function, mask.padding, mask.length - 1  # which keep the mask itself out of a cycle
+
+    def is_seen(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        place = key + keys.start
+        inside = place.clamp(max=last)
+        seen: Tensor = function(row, head, (query + queries.start).clamp(max=last), inside)
+        if padding is not None:
+            seen = seen & padding[row, inside].bool()
+        return seen & (place <= last)
+
+    return create_block_mask(is_seen, mask.rows, None, queries.size, keys.size, device=str(mask.device))

@@ -1,4 +1,7 @@
-"""Let each rank of cp compute a mixer for its own tokens only, and hand its states on to the tokens that follow.
+"""Runs mixers, which have recurrences or convolutions over tokens, on sequences that the ranks of cp share.
+
+Each rank computes a mixer for its own tokens only, and hands its states on to the tokens that follow. If states cannot
+be handed over, the mixer is given all tokens of the sequence instead.
 
 A rank has chunks of each sequence, which are rows of their own while the mixer runs. For 2 ranks, of which one has
 chunks 0 and 3, and the other one 1 and 2::
@@ -9,8 +12,6 @@ chunks 0 and 3, and the other one 1 and 2::
 
 The mixer's own code runs. While it does, the functions of its file in which tokens meet are those of
 ``linear_recurrences``, which exchange what goes from chunk to chunk.
-
-Give mixers, which have recurrences or convolutions over tokens, all tokens of a sequence that ranks of cp share.
 """
 
 from __future__ import annotations

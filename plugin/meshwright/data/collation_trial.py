@@ -2,9 +2,7 @@
 
 A rank that collates its own rows alone has other values than one device where these depend on other rows: values that
 are normalised over the batch, a partner from the next row, random draws. All ranks read the same samples, so all find
-the same, without asking each other.
-
-Cuts this rank's rows out of a batch that was collated whole.
+the same, without asking each other. Each rank cuts its own rows out of a batch that was collated whole.
 """
 
 from __future__ import annotations
@@ -29,43 +27,6 @@ from meshwright.mesh.axes import Axis
 from meshwright.parallel.batch.items import BatchFormat
 from meshwright.parallel.batch.schema import BatchSchema
 from meshwright.random_states import RandomStates, parts_of
-
-
-def own_rows(batch: object, share: Share, rows: int, format: BatchFormat | None) -> Any:
-    """Return a share of a batch of ``rows`` rows; None if the batch cannot be cut into these rows.
-
-    Args:
-        batch: what a collate function returned for all rows.
-        share: this rank's rows.
-        rows: the number of rows.
-        format: what the inputs of the batch mean.
-    """
-    schema = BatchSchema(batch if isinstance(batch, Mapping) else {"batch": batch}, format)
-    if schema.rows != rows:
-        return None
-    try:
-        own = schema.part(slice(share.low, share.high), take_rows)
-    except ValueError:
-        return None
-    return like(batch, own) if isinstance(batch, Mapping) else own["batch"]
-
-
-def cut_rows(batch: object, share: Share, rows: int, format: BatchFormat | None) -> Any:
-    """Return a share of a batch, as ``own_rows``, where earlier batches could be cut.
-
-    Raises:
-        ValueError: the batch cannot be cut into its rows.
-    """
-    own = own_rows(batch, share, rows, format)
-    if own is None:
-        raise ValueError(
-            f"what the collate function returned for a batch of {rows} rows ({type(batch).__name__}) cannot be cut "
-            "into rows, unlike the batches before. The ranks collate whole batches, since the function draws random "
-            "numbers, or its rows depend on each other. Return tensors whose first dim is the batch's rows for every "
-            "batch, or set LoaderOptions(draws='rank'), so that each rank collates its own rows, with values of its own"
-        )
-    return own
-
 
 logger = logging.getLogger(__name__)
 
@@ -238,6 +199,42 @@ class Trials:
         if is_told and verdict.message and verdict.message != self._told:
             self._told = verdict.message
             logger.warning(*verdict.message)
+
+
+def own_rows(batch: object, share: Share, rows: int, format: BatchFormat | None) -> Any:
+    """Return a share of a batch of ``rows`` rows; None if the batch cannot be cut into these rows.
+
+    Args:
+        batch: what a collate function returned for all rows.
+        share: this rank's rows.
+        rows: the number of rows.
+        format: what the inputs of the batch mean.
+    """
+    schema = BatchSchema(batch if isinstance(batch, Mapping) else {"batch": batch}, format)
+    if schema.rows != rows:
+        return None
+    try:
+        own = schema.part(slice(share.low, share.high), take_rows)
+    except ValueError:
+        return None
+    return like(batch, own) if isinstance(batch, Mapping) else own["batch"]
+
+
+def cut_rows(batch: object, share: Share, rows: int, format: BatchFormat | None) -> Any:
+    """Return a share of a batch, as ``own_rows``, where earlier batches could be cut.
+
+    Raises:
+        ValueError: the batch cannot be cut into its rows.
+    """
+    own = own_rows(batch, share, rows, format)
+    if own is None:
+        raise ValueError(
+            f"what the collate function returned for a batch of {rows} rows ({type(batch).__name__}) cannot be cut "
+            "into rows, unlike the batches before. The ranks collate whole batches, since the function draws random "
+            "numbers, or its rows depend on each other. Return tensors whose first dim is the batch's rows for every "
+            "batch, or set LoaderOptions(draws='rank'), so that each rank collates its own rows, with values of its own"
+        )
+    return own
 
 
 def _with_shared(format: BatchFormat | None, names: tuple[str, ...]) -> BatchFormat | None:

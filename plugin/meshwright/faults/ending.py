@@ -1,11 +1,12 @@
-"""Tells the guard how the process ends: by an exception, by ``sys.exit``, or normally.
+"""The end of this process: tells the guard of it, sets a deadline for it, and says where the main thread is.
 
-A deadline at which the kernel ends this process, also if it is stopped or C code holds the GIL.
+The guard is told how the process ends: by an exception, by ``sys.exit``, or normally.
 
-No thread of Python runs in such a process. So the thread that hears the hub's heartbeats moves the deadline again and
-again; the kernel acts if it does not. POSIX timers belong to one process: its children do not inherit them.
+At a deadline the kernel ends the process, also if it is stopped or C code holds the GIL. No thread of Python runs in
+such a process. So the thread that hears the hub's heartbeats moves the deadline again and again; the kernel acts if it
+does not. POSIX timers belong to one process: its children do not inherit them.
 
-Tells where the program's main thread is, for a thread beside it.
+A thread beside the program's main thread asks here where the main thread is.
 """
 
 from __future__ import annotations
@@ -27,6 +28,17 @@ from typing import Any, NoReturn, Protocol, TypeVar
 from meshwright.mesh.siblings import STACK_SIGNAL, WRITES, write_stacks_on_signal
 
 _ASSERTION = "device-side assert"  # in CUDA's message of a kernel's assertion that does not hold
+
+_CLOCK_MONOTONIC = 1  # of <time.h>; it does not jump with the wall clock
+_LATER = 1.0  # seconds after which a process that could not exit is killed
+
+_LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")})
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_COLLECTIVES = os.path.join(os.path.dirname(__file__), "interpose.py")
+_DEPTH = 8  # frames of sockets and locks that a wait has at most
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_waits: set[CodeType] = set()
 
 
 class Ending(Protocol):
@@ -122,10 +134,6 @@ def in_short(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}{where}"
 
 
-_CLOCK_MONOTONIC = 1  # of <time.h>; it does not jump with the wall clock
-_LATER = 1.0  # seconds after which a process that could not exit is killed
-
-
 class _SignalEvent(ctypes.Structure):
     """``struct sigevent`` of Linux: send the signal ``number`` to the process."""
 
@@ -190,15 +198,6 @@ class Deadline:
             at = 0.0 if seconds is None else max(seconds - early, 0.001)
             spec = _TimerSpec(0, 0, int(at), int(at % 1 * 1e9))
             self._libc.timer_settime(timer, 0, ctypes.byref(spec), None)
-
-
-_LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")})
-_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_COLLECTIVES = os.path.join(os.path.dirname(__file__), "interpose.py")
-_DEPTH = 8  # frames of sockets and locks that a wait has at most
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-_waits: set[CodeType] = set()
 
 
 def waits_for_ranks(function: _Function) -> _Function:

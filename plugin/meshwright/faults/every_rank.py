@@ -1,6 +1,7 @@
-"""Names a call that some ranks make alone, such as a save inside of ``if rank == 0``, and says to make it on all.
+"""Meetings of all ranks: calls that every rank must make, and points at which all meet only if one of them wishes it.
 
-Points of a program at which ranks meet only if one of them wishes something that all must do together.
+Some ranks may make such a call alone, for example a save inside of ``if rank == 0``. The error then names the call, and
+says to make it on all ranks. At the points a rank wishes something that all must do together.
 """
 
 from __future__ import annotations

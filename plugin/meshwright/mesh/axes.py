@@ -1,6 +1,6 @@
-"""The named axes of a plan's ranks, and one rank's place on each of them.
+"""The named axes of a plan's ranks, one rank's place on each of them, and the process groups of their ranks.
 
-Process groups that all models of a process share.
+All models of a process share the groups.
 """
 
 from __future__ import annotations
@@ -23,43 +23,14 @@ from meshwright.mesh.process_group import backend_of_new_groups
 from meshwright.mesh.process_mesh import ParallelDims
 from meshwright.mesh.rank_grid import AXES
 
+_FACTORS = ("tp", "tokens", "pp")  # the names of Mesh.factors
+Place = Mapping[str, int]  # a rank's coordinate on each axis, by the axis's name
+
 # Keyed by the world's process group, so that a new world starts without groups.
 _groups: WeakKeyDictionary[ProcessGroup, dict[tuple[tuple[int, ...], str], Any]] = WeakKeyDictionary()
 
 # The threads of a gloo group end with the group's last reference, which must not outlive the interpreter.
 atexit.register(_groups.clear)
-
-
-def shared_group(ranks: Sequence[int], purpose: str) -> Any:
-    """Return the process group of some ranks for a purpose; a second call for the same returns the same group.
-
-    So a second model under the same plan, or a notebook that distributes a model many times, makes no new groups. Two
-    models may share a group because every collective of a step ends within the step. Creating a group is collective:
-    every rank of the world must make this call, and in the same order.
-
-    Args:
-        ranks: the global ranks of the group.
-        purpose: what the group is for; groups of the same ranks for different purposes are different.
-
-    Returns:
-        The group, or torch's placeholder on a rank that is not a member.
-
-    Example:
-        >>> shared_group([0, 1], "pp0 to pp1") is shared_group([0, 1], "pp0 to pp1")  # doctest: +SKIP
-        True
-    """
-    world = dist.group.WORLD
-    assert world is not None, "groups are made in a world of processes"
-    if world not in _groups:
-        _groups.clear()
-    known, key = _groups.setdefault(world, {}), (tuple(ranks), purpose)
-    if key not in known:
-        known[key] = dist.new_group(list(ranks), backend=backend_of_new_groups(), group_desc=f"mesh_{purpose}")
-    return known[key]
-
-
-_FACTORS = ("tp", "tokens", "pp")  # the names of Mesh.factors
-Place = Mapping[str, int]  # a rank's coordinate on each axis, by the axis's name
 
 
 @dataclass(frozen=True)
@@ -235,3 +206,31 @@ class Mesh:
         """This rank's coordinates, for messages."""
         axes = (getattr(self, name) for name in AXES)
         return " ".join(f"{axis.name}={axis.rank}" for axis in axes if axis.size > 1 or axis.name in ("dp", "tp"))
+
+
+def shared_group(ranks: Sequence[int], purpose: str) -> Any:
+    """Return the process group of some ranks for a purpose; a second call for the same returns the same group.
+
+    So a second model under the same plan, or a notebook that distributes a model many times, makes no new groups. Two
+    models may share a group because every collective of a step ends within the step. Creating a group is collective:
+    every rank of the world must make this call, and in the same order.
+
+    Args:
+        ranks: the global ranks of the group.
+        purpose: what the group is for; groups of the same ranks for different purposes are different.
+
+    Returns:
+        The group, or torch's placeholder on a rank that is not a member.
+
+    Example:
+        >>> shared_group([0, 1], "pp0 to pp1") is shared_group([0, 1], "pp0 to pp1")  # doctest: +SKIP
+        True
+    """
+    world = dist.group.WORLD
+    assert world is not None, "groups are made in a world of processes"
+    if world not in _groups:
+        _groups.clear()
+    known, key = _groups.setdefault(world, {}), (tuple(ranks), purpose)
+    if key not in known:
+        known[key] = dist.new_group(list(ranks), backend=backend_of_new_groups(), group_desc=f"mesh_{purpose}")
+    return known[key]

@@ -1,6 +1,7 @@
-"""Convert ranks to nested lists and to text, so that a mesh can be read, written and shown in an error.
+"""The parallel axes of a plan, by name and in order, and the grids of ranks that they span.
 
-The parallel axes of a plan, by name and in order. All other code asks for sizes by name or iterates over the names.
+All other code asks for sizes by name or iterates over the names. Ranks are converted to nested lists and to text, so
+that a mesh can be read, written and shown in an error.
 
 This module does not import torch, so that the planner and ``--help`` can use it.
 """
@@ -14,8 +15,51 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self, SupportsIndex
 
+AXES = {"pp": "pipeline", "dp": "data", "cp": "context", "tp": "tensor"}  # name -> kind, the outermost axis first
+PLAN_AXES = ("dp", "tp", "cp", "pp")  # the same axes in the order in which a plan is written
+# Axis -> the fields of a plan that say how it is used, and mean nothing if its size is 1.
+OPTIONS = {"cp": ("context", "ulysses"), "pp": ("schedule", "chunks", "stages"), "tp": ("sequence_parallel",)}
+
 _EDGE = 4  # indices shown at each end of a long axis
 _LONG = 16  # an axis up to this size is shown whole
+
+
+class AxisSizes:
+    """The sizes of the axes by name, for a dataclass with a field or a property for each axis."""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The size of each axis, from the outermost to the innermost."""
+        return {name: getattr(self, name) for name in AXES}
+
+    @property
+    def sizes_beside_dp(self) -> dict[str, int]:
+        """The sizes of the other axes, whose ranks have the same rows of a batch, in the order of a plan."""
+        return {name: getattr(self, name) for name in PLAN_AXES if name != "dp"}
+
+    @property
+    def group_sizes(self) -> dict[str, int]:
+        """The number of ranks that communicate for each axis: gradients are averaged over dp and cp together."""
+        sizes = self.sizes
+        return sizes | {"dp": sizes["dp"] * sizes["cp"]}
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks: the product of the sizes."""
+        return math.prod(self.sizes.values())
+
+    def can_share_experts(self, ranks: int) -> bool:
+        """Return whether runs of so many neighbours of dp x cp x tp are parts of a group of tp, or whole groups."""
+        tp = self.sizes["tp"]
+        return self.world_size // self.sizes["pp"] % ranks == 0 and (ranks % tp == 0 or tp % ranks == 0)
+
+    def resized(self, sizes: Mapping[str, int]) -> Self:
+        """Return a copy with other sizes of some axes."""
+        return replace(self, **sizes)  # type: ignore[type-var]
+
+    def product(self, *axes: str) -> str:
+        """Return the sizes of these axes, by default of all, as in "dp=2 x tp=2"."""
+        return " x ".join(f"{name}={getattr(self, name)}" for name in axes or PLAN_AXES)
 
 
 def flatten(ranks: object) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -122,47 +166,3 @@ def _title(block: int, leading: Sequence[tuple[str, int]]) -> str:
 def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(len(cell) for cell in column) for column in zip(*table, strict=True)]
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in table]
-
-
-AXES = {"pp": "pipeline", "dp": "data", "cp": "context", "tp": "tensor"}  # name -> kind, the outermost axis first
-PLAN_AXES = ("dp", "tp", "cp", "pp")  # the same axes in the order in which a plan is written
-# Axis -> the fields of a plan that say how it is used, and mean nothing if its size is 1.
-OPTIONS = {"cp": ("context", "ulysses"), "pp": ("schedule", "chunks", "stages"), "tp": ("sequence_parallel",)}
-
-
-class AxisSizes:
-    """The sizes of the axes by name, for a dataclass with a field or a property for each axis."""
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """The size of each axis, from the outermost to the innermost."""
-        return {name: getattr(self, name) for name in AXES}
-
-    @property
-    def sizes_beside_dp(self) -> dict[str, int]:
-        """The sizes of the other axes, whose ranks have the same rows of a batch, in the order of a plan."""
-        return {name: getattr(self, name) for name in PLAN_AXES if name != "dp"}
-
-    @property
-    def group_sizes(self) -> dict[str, int]:
-        """The number of ranks that communicate for each axis: gradients are averaged over dp and cp together."""
-        sizes = self.sizes
-        return sizes | {"dp": sizes["dp"] * sizes["cp"]}
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks: the product of the sizes."""
-        return math.prod(self.sizes.values())
-
-    def can_share_experts(self, ranks: int) -> bool:
-        """Return whether runs of so many neighbours of dp x cp x tp are parts of a group of tp, or whole groups."""
-        tp = self.sizes["tp"]
-        return self.world_size // self.sizes["pp"] % ranks == 0 and (ranks % tp == 0 or tp % ranks == 0)
-
-    def resized(self, sizes: Mapping[str, int]) -> Self:
-        """Return a copy with other sizes of some axes."""
-        return replace(self, **sizes)  # type: ignore[type-var]
-
-    def product(self, *axes: str) -> str:
-        """Return the sizes of these axes, by default of all, as in "dp=2 x tp=2"."""
-        return " x ".join(f"{name}={getattr(self, name)}" for name in axes or PLAN_AXES)

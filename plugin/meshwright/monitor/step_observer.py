@@ -1,9 +1,7 @@
 """Observes the steps of a training loop from hooks, without a call by the program and without waiting for the device.
 
 Between two lines a step costs four readings of the host's clock and an addition of the batch's tokens. The loss and the
-norm are kept in the steps of a line only.
-
-The time of a step by part, measured where the parts begin.
+norm are kept in the steps of a line only. The time of a step by part is measured where the parts begin.
 """
 
 from __future__ import annotations
@@ -28,56 +26,6 @@ from meshwright.optim.runtime import Runtime, find_runtime
 from meshwright.optim.step_watch import watch_every_step
 from meshwright.parallel.batch.schema import BatchSchema
 from meshwright.parallel.output_loss import loss_of
-
-
-class HostParts:
-    """Adds up the host's seconds in each part; on CPU, operations end before the host goes on."""
-
-    def __init__(self) -> None:
-        self._sums = dict.fromkeys(PARTS, 0.0)
-        self._part, self._since = "between", time.perf_counter()
-
-    def begin(self, part: str, *, is_sampled: bool) -> None:
-        """End the running part, and begin another one."""
-        now = time.perf_counter()
-        self._sums[self._part] += now - self._since
-        self._part, self._since = part, now
-
-    def take(self, steps: int) -> dict[str, float]:
-        """Return the seconds of each part per step, and begin anew."""
-        found = {name: value / steps for name, value in self._sums.items()}
-        self._sums = dict.fromkeys(PARTS, 0.0)
-        return found
-
-
-class CudaParts:
-    """Records events on the device where the parts of sampled steps begin; nobody waits for them.
-
-    What lies between the steps is not recorded.
-    """
-
-    def __init__(self) -> None:
-        self._running: list[tuple[str, Any]] = []
-        self._ended: list[list[tuple[str, Any]]] = []
-
-    def begin(self, part: str, *, is_sampled: bool) -> None:
-        """Begin another part; it is recorded if the step is sampled."""
-        if not is_sampled:
-            return
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        self._running.append((part, event))
-        if part == "between":
-            self._ended, self._running = [*self._ended[-1:], self._running], []
-
-    def take(self, steps: int) -> dict[str, float]:
-        """Return the seconds of each part in the newest sampled step that the device has finished."""
-        sums = dict.fromkeys(PARTS, 0.0)
-        done = [events for events in self._ended if events[-1][1].query()]
-        for (part, event), (_, following) in itertools.pairwise(done[-1] if done else []):
-            sums[part] += 1e-3 * event.elapsed_time(following)
-        return sums
-
 
 _SAMPLED = 10  # on CUDA, the parts of every tenth step are recorded, and those of the steps before a line
 
@@ -261,3 +209,52 @@ def _shape_of_ids(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, i
     if not schema.has_tokens or schema.tokens.ndim != 2 + schema.tokens.is_floating_point():
         return None
     return schema.tokens.shape[0], schema.tokens.shape[1]
+
+
+class HostParts:
+    """Adds up the host's seconds in each part; on CPU, operations end before the host goes on."""
+
+    def __init__(self) -> None:
+        self._sums = dict.fromkeys(PARTS, 0.0)
+        self._part, self._since = "between", time.perf_counter()
+
+    def begin(self, part: str, *, is_sampled: bool) -> None:
+        """End the running part, and begin another one."""
+        now = time.perf_counter()
+        self._sums[self._part] += now - self._since
+        self._part, self._since = part, now
+
+    def take(self, steps: int) -> dict[str, float]:
+        """Return the seconds of each part per step, and begin anew."""
+        found = {name: value / steps for name, value in self._sums.items()}
+        self._sums = dict.fromkeys(PARTS, 0.0)
+        return found
+
+
+class CudaParts:
+    """Records events on the device where the parts of sampled steps begin; nobody waits for them.
+
+    What lies between the steps is not recorded.
+    """
+
+    def __init__(self) -> None:
+        self._running: list[tuple[str, Any]] = []
+        self._ended: list[list[tuple[str, Any]]] = []
+
+    def begin(self, part: str, *, is_sampled: bool) -> None:
+        """Begin another part; it is recorded if the step is sampled."""
+        if not is_sampled:
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._running.append((part, event))
+        if part == "between":
+            self._ended, self._running = [*self._ended[-1:], self._running], []
+
+    def take(self, steps: int) -> dict[str, float]:
+        """Return the seconds of each part in the newest sampled step that the device has finished."""
+        sums = dict.fromkeys(PARTS, 0.0)
+        done = [events for events in self._ended if events[-1][1].query()]
+        for (part, event), (_, following) in itertools.pairwise(done[-1] if done else []):
+            sums[part] += 1e-3 * event.elapsed_time(following)
+        return sums

@@ -1,8 +1,8 @@
 """Attaches gradient reduction to a model, and ZeRO to its optimizer.
 
-Optimizers that keep other weights for evaluation than for training, and have ``train()`` and ``eval()`` for it.
-
-Makes a GradScaler find the infinite gradients of all ranks, so that all of them skip the same steps.
+Some optimizers keep other weights for evaluation than for training, and have ``train()`` and ``eval()`` for it. What
+these do then reaches the model. A GradScaler then finds the infinite gradients of all ranks, so that all of them skip
+the same steps.
 """
 
 from __future__ import annotations
@@ -46,99 +46,6 @@ from meshwright.parallel.shards.reads import reading_shards
 from meshwright.plan.flat_offsets import BUCKET_MB
 
 Found = dict[torch.device, Tensor]  # a number for each device of gradients: not 0 if some are infinite or NaN
-
-
-def share_overflow() -> None:
-    """Make the scalers of this process look at the gradients of all ranks, where ranks have different gradients.
-
-    A scaler has no hook between its search for infinite gradients and its decision, so a method of its class is
-    replaced. For optimizers of models that are not distributed the method is torch's.
-    """
-    original: Any = GradScaler._unscale_grads_
-    if hasattr(original, "__wrapped__"):
-        return
-
-    @functools.wraps(original)
-    def _unscale_grads_(
-        self: GradScaler, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
-    ) -> Found:
-        runtimes = _runtimes(optimizer)
-        for runtime in runtimes:
-            runtime.gradients.settle()
-            if (scale := runtime.features.find(LossScale)) is not None:
-                scale.follow(self)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(reading_shards())
-            if find_runtime(optimizer) is not None and (zero := runtimes[0].gradients.zero) is not None:
-                stack.enter_context(LentSlices(chain_of(optimizer), zero))
-            found: Found = original(self, optimizer, inv_scale, found_inf, allow_fp16)
-        for runtime in runtimes:
-            found = _of_all_ranks(found, found_inf, runtime)
-        return found
-
-    GradScaler._unscale_grads_ = _unscale_grads_  # type: ignore[method-assign]
-
-
-def _runtimes(optimizer: Optimizer) -> list[Runtime]:
-    """Return the runtimes of the models that an optimizer steps, whether it was passed to the call or not."""
-    if (own := find_runtime(optimizer)) is not None:
-        return [own]
-    return [runtime for runtime in live_runtimes() if runtime.gradients.are_stepped_by(optimizer)]
-
-
-def _of_all_ranks(found: Found, none: Tensor, runtime: Runtime) -> Found:
-    """Return what any rank has found.
-
-    Args:
-        found: what this rank has found.
-        none: what a rank has found that has no gradients.
-        runtime: the runtime of the model that has the gradients.
-    """
-    if not runtime.spreads_gradients:
-        return found
-    runtime.meet_all("GradScaler.unscale_")
-    devices = list(found) or [none.device]
-    total = none.clone()
-    for each in found.values():
-        total += each.to(total.device)
-    for axis in runtime.mesh.factors.values():
-        total = maximum(total, axis)
-    return {device: total.to(device) for device in devices}
-
-
-def follow_modes(optimizer: Optimizer, runtime: Runtime, host: HostSteps | None = None) -> None:
-    """Let what an optimizer's ``train()`` and ``eval()`` do to what it steps of the weights reach the model.
-
-    Schedule-free optimizers have these methods. Every rank must call them.
-
-    Args:
-        optimizer: the optimizer.
-        runtime: the runtime of its model.
-        host: the steps on the host, if the plan offloads the optimizer.
-    """
-    for name in ("train", "eval"):
-        if callable(method := getattr(optimizer, name, None)):
-            setattr(optimizer, name, functools.partial(_switch, method, optimizer, runtime, host))
-
-
-def _switch(method: Callable[[], object], optimizer: Optimizer, runtime: Runtime, host: HostSteps | None) -> None:
-    zero, window = runtime.gradients.zero, StepWindow()
-    runtime.meet_all("optimizer.train() or eval()")
-    with contextlib.ExitStack() as stack:
-        if zero is not None:
-            zero.take_over()
-            stack.enter_context(LentSlices(chain_of(optimizer), zero))
-        if host is not None:
-            host.lend()
-            stack.callback(host.return_all)
-        if (whole := runtime.gradients.whole) is not None:
-            whole.open()
-            stack.callback(whole.close)
-        window.open(optimizer)
-        stack.callback(window.close)
-        method()
-    if zero is not None:
-        zero.publish()
 
 
 def install_gradient_sync(
@@ -318,3 +225,96 @@ def _axis_of(mesh: ProcessMesh | DeviceMesh, name: str, device_type: str) -> Axi
     device_mesh = mesh.to_device_mesh(device_type) if isinstance(mesh, ProcessMesh) else mesh
     sub = device_mesh[name]
     return Axis(name, size=sub.size(), rank=sub.get_local_rank(), group=sub.get_group())
+
+
+def follow_modes(optimizer: Optimizer, runtime: Runtime, host: HostSteps | None = None) -> None:
+    """Let what an optimizer's ``train()`` and ``eval()`` do to what it steps of the weights reach the model.
+
+    Schedule-free optimizers have these methods. Every rank must call them.
+
+    Args:
+        optimizer: the optimizer.
+        runtime: the runtime of its model.
+        host: the steps on the host, if the plan offloads the optimizer.
+    """
+    for name in ("train", "eval"):
+        if callable(method := getattr(optimizer, name, None)):
+            setattr(optimizer, name, functools.partial(_switch, method, optimizer, runtime, host))
+
+
+def _switch(method: Callable[[], object], optimizer: Optimizer, runtime: Runtime, host: HostSteps | None) -> None:
+    zero, window = runtime.gradients.zero, StepWindow()
+    runtime.meet_all("optimizer.train() or eval()")
+    with contextlib.ExitStack() as stack:
+        if zero is not None:
+            zero.take_over()
+            stack.enter_context(LentSlices(chain_of(optimizer), zero))
+        if host is not None:
+            host.lend()
+            stack.callback(host.return_all)
+        if (whole := runtime.gradients.whole) is not None:
+            whole.open()
+            stack.callback(whole.close)
+        window.open(optimizer)
+        stack.callback(window.close)
+        method()
+    if zero is not None:
+        zero.publish()
+
+
+def share_overflow() -> None:
+    """Make the scalers of this process look at the gradients of all ranks, where ranks have different gradients.
+
+    A scaler has no hook between its search for infinite gradients and its decision, so a method of its class is
+    replaced. For optimizers of models that are not distributed the method is torch's.
+    """
+    original: Any = GradScaler._unscale_grads_
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def _unscale_grads_(
+        self: GradScaler, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> Found:
+        runtimes = _runtimes(optimizer)
+        for runtime in runtimes:
+            runtime.gradients.settle()
+            if (scale := runtime.features.find(LossScale)) is not None:
+                scale.follow(self)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(reading_shards())
+            if find_runtime(optimizer) is not None and (zero := runtimes[0].gradients.zero) is not None:
+                stack.enter_context(LentSlices(chain_of(optimizer), zero))
+            found: Found = original(self, optimizer, inv_scale, found_inf, allow_fp16)
+        for runtime in runtimes:
+            found = _of_all_ranks(found, found_inf, runtime)
+        return found
+
+    GradScaler._unscale_grads_ = _unscale_grads_  # type: ignore[method-assign]
+
+
+def _runtimes(optimizer: Optimizer) -> list[Runtime]:
+    """Return the runtimes of the models that an optimizer steps, whether it was passed to the call or not."""
+    if (own := find_runtime(optimizer)) is not None:
+        return [own]
+    return [runtime for runtime in live_runtimes() if runtime.gradients.are_stepped_by(optimizer)]
+
+
+def _of_all_ranks(found: Found, none: Tensor, runtime: Runtime) -> Found:
+    """Return what any rank has found.
+
+    Args:
+        found: what this rank has found.
+        none: what a rank has found that has no gradients.
+        runtime: the runtime of the model that has the gradients.
+    """
+    if not runtime.spreads_gradients:
+        return found
+    runtime.meet_all("GradScaler.unscale_")
+    devices = list(found) or [none.device]
+    total = none.clone()
+    for each in found.values():
+        total += each.to(total.device)
+    for axis in runtime.mesh.factors.values():
+        total = maximum(total, axis)
+    return {device: total.to(device) for device in devices}

@@ -2,7 +2,8 @@
 
 This is the only definition, under every plan: saving gathers the state by it, and loading slices the state by it.
 
-Finds models whose weights and optimizer state a training engine holds in a form of its own.
+A training engine may hold a model's weights and optimizer state in a form of its own. Such a model has no parts, and is
+refused with an error.
 """
 
 from __future__ import annotations
@@ -20,35 +21,6 @@ from meshwright.mesh.axes import Mesh
 from meshwright.optim.chained import chain_of
 from meshwright.optim.gradients import Gradients
 from meshwright.optim.runtime import Runtime, find_runtime
-
-
-def check_no_engine(model: nn.Module) -> None:
-    """Raise if an engine holds a model's state, since a save would contain only a part of it.
-
-    Args:
-        model: the model, or an engine around one, which Meshwright or the program itself has started.
-
-    Raises:
-        CheckpointError: if an engine holds the state; the message names the engine's own calls.
-    """
-    modules = list(model.modules())
-    runtimes = map(find_runtime, modules)
-    engine = next((runtime.engine for runtime in runtimes if runtime is not None and runtime.engine), None)
-    if engine is None and _is_of_deepspeed(model, modules):
-        engine = "DeepSpeed"
-    if engine is not None:
-        raise CheckpointError(
-            f"{engine} holds this model's master weights and optimizer state in a form of its own, and a checkpoint "
-            "without them could not resume the run. Call engine.save_checkpoint(folder) and "
-            "engine.load_checkpoint(folder); docs/deepspeed.md says how to resume under another plan"
-        )
-
-
-def _is_of_deepspeed(model: nn.Module, modules: list[nn.Module]) -> bool:
-    is_engine = any(kind.__module__.startswith("deepspeed.") for kind in type(model).__mro__)
-    # ``parameters()`` would walk through all modules once more, while training waits for a save.
-    parameters = (parameter for module in modules for parameter in module._parameters.values())
-    return is_engine or any(hasattr(parameter, "ds_id") for parameter in parameters)  # partitioned by ZeRO-3
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -131,6 +103,35 @@ def parts_of(model: nn.Module, optimizer: Optimizer) -> OptimizerParts:
     return OptimizerParts(
         optimizer=optimizer, runtime=runtime, parts=parts, groups=[[names[id(p)] for p in group] for group in groups]
     )
+
+
+def check_no_engine(model: nn.Module) -> None:
+    """Raise if an engine holds a model's state, since a save would contain only a part of it.
+
+    Args:
+        model: the model, or an engine around one, which Meshwright or the program itself has started.
+
+    Raises:
+        CheckpointError: if an engine holds the state; the message names the engine's own calls.
+    """
+    modules = list(model.modules())
+    runtimes = map(find_runtime, modules)
+    engine = next((runtime.engine for runtime in runtimes if runtime is not None and runtime.engine), None)
+    if engine is None and _is_of_deepspeed(model, modules):
+        engine = "DeepSpeed"
+    if engine is not None:
+        raise CheckpointError(
+            f"{engine} holds this model's master weights and optimizer state in a form of its own, and a checkpoint "
+            "without them could not resume the run. Call engine.save_checkpoint(folder) and "
+            "engine.load_checkpoint(folder); docs/deepspeed.md says how to resume under another plan"
+        )
+
+
+def _is_of_deepspeed(model: nn.Module, modules: list[nn.Module]) -> bool:
+    is_engine = any(kind.__module__.startswith("deepspeed.") for kind in type(model).__mro__)
+    # ``parameters()`` would walk through all modules once more, while training waits for a save.
+    parameters = (parameter for module in modules for parameter in module._parameters.values())
+    return is_engine or any(hasattr(parameter, "ds_id") for parameter in parameters)  # partitioned by ZeRO-3
 
 
 def _part(parameter: nn.Parameter, name: str, gradients: Gradients) -> Part:

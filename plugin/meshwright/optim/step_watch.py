@@ -1,8 +1,9 @@
-"""Checks the steps of every optimizer that has parameters of a distributed model, not only of the model's own one.
+"""Watches the steps of all optimizers of this process, and checks those that step parameters of a distributed model.
 
-Watches the steps of all optimizers of this process, by hooks of torch that are never removed.
+Every optimizer that has such parameters is checked, not only the model's own one.
 
-torch iterates over its hooks while a step runs, in which a model may be freed whose watcher would remove its hooks.
+The hooks of torch are never removed. torch iterates over its hooks while a step runs, in which a model may be freed
+whose watcher would remove its hooks.
 """
 
 from __future__ import annotations
@@ -23,43 +24,10 @@ from meshwright.optim.runtime import Runtime, find_runtime
 from meshwright.parallel.autograd_graph import in_backward
 from meshwright.parallel.shards.guard_windows import StepWindow
 
-
-class StepWatcher(Protocol):
-    """What is told of the steps of all optimizers."""
-
-    def before_step(self, optimizer: Optimizer) -> None:
-        """Called before each step of each optimizer."""
-
-    def after_step(self, optimizer: Optimizer) -> None:
-        """Called after each step of each optimizer."""
-
+logger = logging.getLogger(__name__)
 
 _watchers: list[weakref.ref[StepWatcher]] = []
 _hooks: list[object] = []
-
-
-def watch_every_step(watcher: StepWatcher) -> None:
-    """Tell a watcher of the steps of all optimizers from now on, as long as something else refers to it."""
-    if not _hooks:
-        _hooks.append(register_optimizer_step_pre_hook(_before))
-        _hooks.append(register_optimizer_step_post_hook(_after))
-    _watchers[:] = [reference for reference in _watchers if reference() is not None]
-    _watchers.append(weakref.ref(watcher))
-
-
-def _before(optimizer: Optimizer, args: object, kwargs: object) -> None:
-    for watcher in [reference() for reference in _watchers]:
-        if watcher is not None:
-            watcher.before_step(optimizer)
-
-
-def _after(optimizer: Optimizer, args: object, kwargs: object) -> None:
-    for watcher in [reference() for reference in _watchers]:
-        if watcher is not None:
-            watcher.after_step(optimizer)
-
-
-logger = logging.getLogger(__name__)
 
 
 def watch_steps(runtime: Runtime, *, is_trusted: bool) -> None:
@@ -155,3 +123,34 @@ def _look(optimizer: Optimizer, runtime: Runtime, is_trusted: bool) -> None:
         )
     if any(id(p) in stepped and layout_of(p).is_sharded for p in runtime.gradients.parameters):
         check_elementwise(optimizer, is_trusted=is_trusted, plan=runtime.plan)
+
+
+class StepWatcher(Protocol):
+    """What is told of the steps of all optimizers."""
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Called before each step of each optimizer."""
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Called after each step of each optimizer."""
+
+
+def watch_every_step(watcher: StepWatcher) -> None:
+    """Tell a watcher of the steps of all optimizers from now on, as long as something else refers to it."""
+    if not _hooks:
+        _hooks.append(register_optimizer_step_pre_hook(_before))
+        _hooks.append(register_optimizer_step_post_hook(_after))
+    _watchers[:] = [reference for reference in _watchers if reference() is not None]
+    _watchers.append(weakref.ref(watcher))
+
+
+def _before(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    for watcher in [reference() for reference in _watchers]:
+        if watcher is not None:
+            watcher.before_step(optimizer)
+
+
+def _after(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    for watcher in [reference() for reference in _watchers]:
+        if watcher is not None:
+            watcher.after_step(optimizer)

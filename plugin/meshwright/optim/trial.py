@@ -3,10 +3,9 @@
 A copy shares nothing that a step writes with the optimizer that it copies: neither numbers, tensors and lists that the
 optimizer keeps, nor an optimizer inside of it.
 
-Options that an optimizer keeps for single parameters, outside of its groups, as those of bitsandbytes do.
-
-bitsandbytes has one manager for all optimizers of a process, as ``optimizer.mng``, which knows parameters by identity
-or by their place in the groups. Both change where a rank steps something else in a parameter's place.
+Some optimizers, as those of bitsandbytes, keep options for single parameters outside of their groups. bitsandbytes has
+one manager for all optimizers of a process, as ``optimizer.mng``, which knows parameters by identity or by their place
+in the groups. Both change where a rank steps something else in a parameter's place, as a copy does.
 """
 
 from __future__ import annotations
@@ -27,28 +26,6 @@ from torch.optim import Optimizer
 from meshwright.optim.chained import members
 from meshwright.optim.zero.host_copy import on_host
 from meshwright.random_states import RandomStates
-
-
-def follow_overrides(optimizer: Optimizer, parameter: nn.Parameter, stepped: nn.Parameter) -> None:
-    """Give what is stepped in a parameter's place the parameter's own options."""
-    manager: Any = getattr(optimizer, "mng", None)
-    if not hasattr(manager, "pid2config"):
-        return
-    manager.index2config.clear()  # of places in the groups, which have changed
-    of_modules = {id(getattr(module, name)): config for module, name, config in manager.module_weight_config_triple}
-    config = {**of_modules.get(id(parameter), {}), **manager.pid2config.get(id(parameter), {})}
-    manager.pid2config.pop(id(stepped), None)  # of a parameter that is gone, whose identity is used again
-    if config:
-        manager.pid2config[id(stepped)] = config
-
-
-def forget_overrides(optimizer: Optimizer) -> None:
-    """Give a copy of an optimizer a manager of its own, without options of single parameters."""
-    manager: Any = getattr(optimizer, "mng", None)
-    if hasattr(manager, "pid2config"):
-        manager = optimizer.__dict__["mng"] = copy.copy(manager)
-        manager.pid2config, manager.index2config, manager.module_weight_config_triple = {}, {}, []
-
 
 _MOST = 32  # entries of a dim, since what a parameter's update reads of others does not depend on their sizes
 _SCALES = (1.0, 1e3, 1e-3)  # of the gradients, since some optimizers clip by all of them, where these are large
@@ -276,3 +253,24 @@ def _is_number(value: object) -> bool:
     if isinstance(value, tuple | list):
         return all(map(_is_number, value))
     return value is None or isinstance(value, str | int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+
+
+def follow_overrides(optimizer: Optimizer, parameter: nn.Parameter, stepped: nn.Parameter) -> None:
+    """Give what is stepped in a parameter's place the parameter's own options."""
+    manager: Any = getattr(optimizer, "mng", None)
+    if not hasattr(manager, "pid2config"):
+        return
+    manager.index2config.clear()  # of places in the groups, which have changed
+    of_modules = {id(getattr(module, name)): config for module, name, config in manager.module_weight_config_triple}
+    config = {**of_modules.get(id(parameter), {}), **manager.pid2config.get(id(parameter), {})}
+    manager.pid2config.pop(id(stepped), None)  # of a parameter that is gone, whose identity is used again
+    if config:
+        manager.pid2config[id(stepped)] = config
+
+
+def forget_overrides(optimizer: Optimizer) -> None:
+    """Give a copy of an optimizer a manager of its own, without options of single parameters."""
+    manager: Any = getattr(optimizer, "mng", None)
+    if hasattr(manager, "pid2config"):
+        manager = optimizer.__dict__["mng"] = copy.copy(manager)
+        manager.pid2config, manager.index2config, manager.module_weight_config_triple = {}, {}, []

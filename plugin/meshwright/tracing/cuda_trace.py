@@ -1,8 +1,8 @@
-"""Runs steps of a plan on fake CUDA tensors and says where the host would wait for the GPU, without a GPU.
+"""Runs steps of a plan on fake CUDA tensors, without a GPU, and says where a real run would wait or hang.
 
-The step takes the branches for CUDA and issues its collectives, but nothing is computed or sent.
-
-Compares the order in which the ranks of each process group issue their collectives; NCCL hangs if it differs.
+The step takes the branches for CUDA and issues its collectives, but nothing is computed or sent. It shows
+where the host would wait for the GPU. The order in which the ranks of each process group issue their collectives is
+compared, since NCCL hangs if it differs.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ _PACKED = (
     "plan without position_ids, or packed rows under a plan without cp"
 )
 STEPS = 2  # only the second step counts: it has the optimizer's state, and reads what the first step left
+_SENT, _RECEIVED = "send", "recv_"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,9 +200,6 @@ def _states(optimizer: torch.optim.Optimizer, *, on_device: bool) -> tuple[str, 
     # A number, such as the count of steps, is on the host unless the optimizer is capturable or fused.
     named = [(key, x) for state in optimizer.state.values() for key, x in state.items() if isinstance(x, Tensor)]
     return tuple(dict.fromkeys(f"{key} of the optimizer" for key, x in named if x.ndim and x.is_cuda is on_device))
-
-
-_SENT, _RECEIVED = "send", "recv_"
 
 
 def chosen_ranks(plan: ParallelPlan, most: int) -> list[int]:

@@ -1,6 +1,6 @@
 """Installs a plan on one rank of a fake world, with fake tensors, so that its steps run without values.
 
-A fake process group of any size in one process.
+The world is a fake process group of any size in one process.
 """
 
 from __future__ import annotations

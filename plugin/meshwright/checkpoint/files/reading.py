@@ -1,6 +1,7 @@
-"""Reads a checkpoint's files. One that is missing, too short or not an ordinary file raises an error that names it.
+"""Reads a checkpoint's files, and writes those JSON files that hold their own digest.
 
-JSON files that hold their own digest: one object, whose first member is the digest of all bytes after it.
+A file that is missing, too short or not an ordinary file raises an error that names it. A JSON file with a digest has
+one object, whose first member is the digest of all bytes after it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from meshwright.errors import CheckpointError
 from meshwright.outside_files import MEMORY, OddFileError
 
 _OF_OTHERS = 2**30  # bytes of memory that a file of another program may take: a Trainer's has all lines of its log
+_PREFIX = b'{"digest":"'
 
 
 @contextlib.contextmanager
@@ -104,9 +106,6 @@ def read_into(descriptor: int, path: Path, offset: int, memory: memoryview) -> N
         if count == 0:
             raise CheckpointError(f"{path} is damaged: it ends at byte {offset}, and more was saved")
         memory, offset = memory[count:], offset + count
-
-
-_PREFIX = b'{"digest":"'
 
 
 def digest(memory: memoryview | bytes | bytearray) -> str:

@@ -10,7 +10,7 @@ file system.
 
 Nothing here waits for a lock for ever, since anybody who may read a folder can lock it.
 
-Tells ``meshwright launch`` of each folder that a program has saved, so that it can name the newest one.
+A program tells ``meshwright launch`` of each folder that it has saved, so that the launcher can name the newest one.
 """
 
 from __future__ import annotations
@@ -33,28 +33,10 @@ from meshwright.checkpoint.files import disk
 from meshwright.errors import CheckpointError
 from meshwright.printable import shell_word
 
-# The path of a file to which a program appends the folders that it has saved, one line of JSON each.
-SAVED_VARIABLE = "MESHWRIGHT_SAVED"
-
-
-def note_saved(folder: Path) -> None:
-    """Note a folder that is complete, if ``meshwright launch`` on this machine has started this program."""
-    if path := os.environ.get(SAVED_VARIABLE):
-        with contextlib.suppress(OSError), open(path, "a") as file:  # the launcher is gone, or on another machine
-            file.write(json.dumps(str(folder)) + "\n")
-
-
-def noted(path: Path) -> list[Path]:
-    """Return the noted folders, the newest first."""
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return []
-    return [Path(json.loads(line)) for line in reversed(lines)]
-
-
 logger = logging.getLogger(__name__)
 
+# The path of a file to which a program appends the folders that it has saved, one line of JSON each.
+SAVED_VARIABLE = "MESHWRIGHT_SAVED"
 # The last part is random; 8 digits after it are the host's (older versions wrote none).
 _HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<kind>saving|replaced|removed)-[0-9a-f]{8}(-(?P<host>[0-9a-f]{8}))?")
 _TRIES = 5  # names of a hidden folder that are tried, if others lock it at once
@@ -264,6 +246,22 @@ def locked(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def note_saved(folder: Path) -> None:
+    """Note a folder that is complete, if ``meshwright launch`` on this machine has started this program."""
+    if path := os.environ.get(SAVED_VARIABLE):
+        with contextlib.suppress(OSError), open(path, "a") as file:  # the launcher is gone, or on another machine
+            file.write(json.dumps(str(folder)) + "\n")
+
+
+def noted(path: Path) -> list[Path]:
+    """Return the noted folders, the newest first."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return []
+    return [Path(json.loads(line)) for line in reversed(lines)]
 
 
 def _locked_folder(target: Path) -> tuple[Path, int]:

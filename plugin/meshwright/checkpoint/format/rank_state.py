@@ -1,8 +1,8 @@
 """What one rank has of a run at the time of a save, and what it writes once it knows what the others have.
 
-Decides which rank writes which elements of a checkpoint: each element once, evenly over the ranks that hold it.
-
-The configuration files of a transformers model, by duck typing: the core does not import transformers.
+Each element of a checkpoint is written once, and the writing is spread evenly over the ranks that hold it. The
+configuration files of a transformers model are saved too. They are found by duck typing: the core does not import
+transformers.
 """
 
 from __future__ import annotations
@@ -40,95 +40,8 @@ from meshwright.roles.adapters import wrapped
 
 logger = logging.getLogger(__name__)
 
-
-def model_config(model: nn.Module) -> Callable[[], dict[str, str] | None]:
-    """Return a function that returns the texts of a model's ``config.json`` and ``generation_config.json``, by name.
-
-    The texts are of the present values, also if a thread calls the function later. They are None if there are none.
-    A model in PEFT's wrappers has none: its names are those of the wrappers, and ``from_pretrained`` would find no
-    weight of its config.
-    """
-    configs: dict[str, Any] = {}
-    for name in CONFIG_NAMES if wrapped(model) is None else ():
-        config = getattr(model, name.removesuffix(".json"), None)
-        if callable(getattr(config, "to_json_string", None)):
-            try:
-                configs[name] = copy.deepcopy(config)
-            except Exception as error:  # of whatever the program has put on it, a lock for example
-                logger.warning("the checkpoint has no %s, since it cannot be copied: %s", name, error)
-    architecture = type(model).__name__
-
-    def texts() -> dict[str, str] | None:
-        found = {}
-        for name, config in configs.items():
-            try:
-                fields = json.loads(config.to_json_string())
-            except (TypeError, ValueError) as error:
-                logger.warning("the checkpoint has no %s, since it is not JSON: %s", name, error)
-                continue
-            found[name] = fields
-        if "config.json" in found:
-            found["config.json"]["architectures"] = [architecture]  # as save_pretrained does
-        return {name: _text(fields) for name, fields in found.items()} or None
-
-    return texts
-
-
-def with_dtype(text: str, dtype: str) -> str:
-    """Return a ``config.json`` for weights of a dtype."""
-    fields: dict[str, object] = json.loads(text)
-    fields.pop("torch_dtype", None)  # its name before transformers 5
-    return _text({**fields, "dtype": dtype})
-
-
-def ties_weights(text: str) -> bool:
-    """Whether ``from_pretrained`` ties the weights of a model with this ``config.json``."""
-    fields = json.loads(text)
-    parts = [fields, fields.get("text_config")]
-    return any(isinstance(part, dict) and part.get("tie_word_embeddings") is True for part in parts)
-
-
-def _text(fields: dict[str, object]) -> str:
-    return json.dumps(fields, indent=2, sort_keys=True) + "\n"
-
-
-_SPLIT = 2**16  # bytes; a smaller part is written by one rank, since each piece of it costs a line in the index
-
-
-def assign_writes(
-    tensors: Mapping[str, tuple[torch.dtype, TensorLayout]], places: Sequence[Place]
-) -> list[dict[str, list[StridedBlock]]]:
-    """Return what each rank writes of each tensor, by the rank's index; every rank computes the same.
-
-    The blocks of a share have the positions in the rank's file as storage, contiguous from 0 on.
-
-    Args:
-        tensors: the dtype and the layout of each tensor.
-        places: the coordinates of all ranks.
-    """
-    found: list[dict[str, list[StridedBlock]]] = [{} for _ in places]
-    load = [0] * len(places)  # bytes
-
-    def lightest(ranks: Sequence[int]) -> int:
-        return min(ranks, key=load.__getitem__)
-
-    for name, (dtype, layout) in tensors.items():
-        for shards, spans in layout.regions(places):
-            # The slices of two shards may begin at other rows, so that the ranks of one shard write for all.
-            for ranks in min(shards, key=lambda groups: sum(load[lightest(ranks)] for ranks in groups)):
-                share = packed(layout.blocks(places[ranks[0]], spans))
-                total = numel(share)
-                writers = ranks if total * dtype.itemsize >= _SPLIT else [lightest(ranks)]
-                borders = [total * index // len(writers) for index in range(len(writers) + 1)]
-                for rank, (start, stop) in zip(writers, pairwise(borders), strict=True):
-                    if start < stop:
-                        part = share if len(writers) == 1 else between(share, start, stop)
-                        found[rank].setdefault(name, []).extend(part)
-                        load[rank] += (stop - start) * dtype.itemsize
-    return [{name: packed(blocks) for name, blocks in share.items()} for share in found]
-
-
 _LIBRARIES = ("meshwright", "torch", "transformers", "accelerate", "numpy")
+_SPLIT = 2**16  # bytes; a smaller part is written by one rank, since each piece of it costs a line in the index
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,3 +174,87 @@ def _versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
+
+
+def assign_writes(
+    tensors: Mapping[str, tuple[torch.dtype, TensorLayout]], places: Sequence[Place]
+) -> list[dict[str, list[StridedBlock]]]:
+    """Return what each rank writes of each tensor, by the rank's index; every rank computes the same.
+
+    The blocks of a share have the positions in the rank's file as storage, contiguous from 0 on.
+
+    Args:
+        tensors: the dtype and the layout of each tensor.
+        places: the coordinates of all ranks.
+    """
+    found: list[dict[str, list[StridedBlock]]] = [{} for _ in places]
+    load = [0] * len(places)  # bytes
+
+    def lightest(ranks: Sequence[int]) -> int:
+        return min(ranks, key=load.__getitem__)
+
+    for name, (dtype, layout) in tensors.items():
+        for shards, spans in layout.regions(places):
+            # The slices of two shards may begin at other rows, so that the ranks of one shard write for all.
+            for ranks in min(shards, key=lambda groups: sum(load[lightest(ranks)] for ranks in groups)):
+                share = packed(layout.blocks(places[ranks[0]], spans))
+                total = numel(share)
+                writers = ranks if total * dtype.itemsize >= _SPLIT else [lightest(ranks)]
+                borders = [total * index // len(writers) for index in range(len(writers) + 1)]
+                for rank, (start, stop) in zip(writers, pairwise(borders), strict=True):
+                    if start < stop:
+                        part = share if len(writers) == 1 else between(share, start, stop)
+                        found[rank].setdefault(name, []).extend(part)
+                        load[rank] += (stop - start) * dtype.itemsize
+    return [{name: packed(blocks) for name, blocks in share.items()} for share in found]
+
+
+def model_config(model: nn.Module) -> Callable[[], dict[str, str] | None]:
+    """Return a function that returns the texts of a model's ``config.json`` and ``generation_config.json``, by name.
+
+    The texts are of the present values, also if a thread calls the function later. They are None if there are none.
+    A model in PEFT's wrappers has none: its names are those of the wrappers, and ``from_pretrained`` would find no
+    weight of its config.
+    """
+    configs: dict[str, Any] = {}
+    for name in CONFIG_NAMES if wrapped(model) is None else ():
+        config = getattr(model, name.removesuffix(".json"), None)
+        if callable(getattr(config, "to_json_string", None)):
+            try:
+                configs[name] = copy.deepcopy(config)
+            except Exception as error:  # of whatever the program has put on it, a lock for example
+                logger.warning("the checkpoint has no %s, since it cannot be copied: %s", name, error)
+    architecture = type(model).__name__
+
+    def texts() -> dict[str, str] | None:
+        found = {}
+        for name, config in configs.items():
+            try:
+                fields = json.loads(config.to_json_string())
+            except (TypeError, ValueError) as error:
+                logger.warning("the checkpoint has no %s, since it is not JSON: %s", name, error)
+                continue
+            found[name] = fields
+        if "config.json" in found:
+            found["config.json"]["architectures"] = [architecture]  # as save_pretrained does
+        return {name: _text(fields) for name, fields in found.items()} or None
+
+    return texts
+
+
+def with_dtype(text: str, dtype: str) -> str:
+    """Return a ``config.json`` for weights of a dtype."""
+    fields: dict[str, object] = json.loads(text)
+    fields.pop("torch_dtype", None)  # its name before transformers 5
+    return _text({**fields, "dtype": dtype})
+
+
+def ties_weights(text: str) -> bool:
+    """Whether ``from_pretrained`` ties the weights of a model with this ``config.json``."""
+    fields = json.loads(text)
+    parts = [fields, fields.get("text_config")]
+    return any(isinstance(part, dict) and part.get("tie_word_embeddings") is True for part in parts)
+
+
+def _text(fields: dict[str, object]) -> str:
+    return json.dumps(fields, indent=2, sort_keys=True) + "\n"

@@ -1,9 +1,7 @@
 """The ways of tokens to the ranks of their experts: to these alone, to all ranks, or by a program's own kernels.
 
-Copies rows of a matrix, and adds rows up, with the same sums in each run.
-
-``x[index]`` of torch gives the same bits in each run, but takes five times as long on CPU as ``index_select``, whose
-backward adds in any order on CUDA.
+The rows of tokens are copied and added up with the same sums in each run. ``x[index]`` of torch gives the same bits in
+each run, but takes five times as long on CPU as ``index_select``, whose backward adds in any order on CUDA.
 """
 
 from __future__ import annotations
@@ -27,47 +25,6 @@ from meshwright.parallel.collectives import (
     reduce_scatter_rows,
     start_all_to_all_uneven,
 )
-
-
-def take_rows(x: Tensor, index: Tensor) -> Tensor:
-    """Return the rows of ``x`` that ``index`` names; backward adds their gradients up."""
-    return _TakeRows.apply(x, index)
-
-
-def add_rows(x: Tensor, index: Tensor, count: int) -> Tensor:
-    """Return ``count`` rows, each of which is the sum of the rows of ``x`` for which ``index`` names it."""
-    return _Add.apply(x, index, count)
-
-
-def _add(x: Tensor, index: Tensor, count: int) -> Tensor:
-    out = x.new_zeros((count, *x.shape[1:]))
-    if x.device.type == "cpu":
-        return out.index_add_(0, index, x)
-    return out.index_put_((index,), x, accumulate=True)  # sorts, where index_add_ adds in any order
-
-
-class _TakeRows(TensorFunction):
-    @staticmethod
-    def forward(ctx: Node, x: Tensor, index: Tensor) -> Tensor:
-        ctx.index, ctx.count = index, len(x)
-        return x.index_select(0, index)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Node, grad: Tensor) -> tuple[Tensor, None]:
-        return _add(grad, ctx.index, ctx.count), None
-
-
-class _Add(TensorFunction):
-    @staticmethod
-    def forward(ctx: Node, x: Tensor, index: Tensor, count: int) -> Tensor:
-        ctx.index = index
-        return _add(x, index, count)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Node, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad.index_select(0, ctx.index), None, None
 
 
 class RunExperts(Protocol):
@@ -241,3 +198,44 @@ def check_dispatcher(name: str, ep: int) -> None:
 def make_dispatcher(name: str, axis: Axis, experts: int) -> TokenDispatcher:
     """Return a new dispatcher of this name."""
     return _FACTORIES[name](axis, experts)
+
+
+def take_rows(x: Tensor, index: Tensor) -> Tensor:
+    """Return the rows of ``x`` that ``index`` names; backward adds their gradients up."""
+    return _TakeRows.apply(x, index)
+
+
+def add_rows(x: Tensor, index: Tensor, count: int) -> Tensor:
+    """Return ``count`` rows, each of which is the sum of the rows of ``x`` for which ``index`` names it."""
+    return _Add.apply(x, index, count)
+
+
+def _add(x: Tensor, index: Tensor, count: int) -> Tensor:
+    out = x.new_zeros((count, *x.shape[1:]))
+    if x.device.type == "cpu":
+        return out.index_add_(0, index, x)
+    return out.index_put_((index,), x, accumulate=True)  # sorts, where index_add_ adds in any order
+
+
+class _TakeRows(TensorFunction):
+    @staticmethod
+    def forward(ctx: Node, x: Tensor, index: Tensor) -> Tensor:
+        ctx.index, ctx.count = index, len(x)
+        return x.index_select(0, index)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Node, grad: Tensor) -> tuple[Tensor, None]:
+        return _add(grad, ctx.index, ctx.count), None
+
+
+class _Add(TensorFunction):
+    @staticmethod
+    def forward(ctx: Node, x: Tensor, index: Tensor, count: int) -> Tensor:
+        ctx.index = index
+        return _add(x, index, count)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Node, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad.index_select(0, ctx.index), None, None

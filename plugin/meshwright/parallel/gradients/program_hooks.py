@@ -1,6 +1,6 @@
-"""Keeps the program's hooks on a gradient from autograd, where torch's own code finds them.
+"""Keeps the program's hooks on a gradient from autograd, and gathers the whole gradient that they are called with.
 
-Gather a tensor of which each rank has a part on every rank.
+The hooks stay where torch's own code finds them. A gradient of which each rank has a part is gathered on every rank.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Run the collectives of a block's input beside the matrix multiplications of its backward.
+"""Runs the collectives of a block's input beside the matrix multiplications of its backward.
 
 All projections of a block read the same input. Autograd would compute the gradients of a projection's input and of its
 weight in one node, so backward would gather the input again, multiply, and then reduce the input's gradient. As in
@@ -9,7 +9,7 @@ the input, which does not depend on the input. While that gradient is reduced, t
     compute      dx = dy W   [S, F/tp] -> [S, H]         dW = dy^T x     [F/tp, H]
                  ───────────────────────────── time ─────────────────────────────>
 
-Replaces the forward of a linear layer by that of its kernel.
+To take the gradients apart, ``LinearForward`` replaces the forward of a linear layer by that of its kernel.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Estimate the time and memory of plans that the user gives, whether they fit or not.
-
-The answer about plans that the user gave, as text.
-"""
+"""Estimates the time and memory of plans that the user gives, whether they fit or not, and gives the answer as text."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Describe one decoder layer by its sizes.
+"""Describes one decoder layer by its sizes, with its experts if it has some.
 
-The experts of a layer in the planner: their parameters, the rows that reach a rank, and the bytes that travel.
+Of experts the planner counts the parameters, the rows that reach a rank, and the bytes that travel.
 """
 
 from __future__ import annotations

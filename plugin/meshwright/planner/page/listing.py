@@ -1,6 +1,7 @@
-"""Choose the plans that the page lists: the fastest, the fastest of each kind, and lean ones.
+"""Chooses the plans that the page shows: those of its table, and those of its diagram of memory against time.
 
-Memory against time: every plan that fits, the Pareto front, and the plans that a diagram of them shows.
+The table lists the fastest plan, the fastest of each kind, and lean ones. The diagram shows the Pareto front and, of
+all plans that fit, one for each place.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from meshwright.planner.search.search import Choice, Search, choice_of
 from meshwright.planner.search.simplicity import in_order
 from meshwright.planner.time.step import StepModel
 
+PLANS = 16  # largest number of plans of an answer, unless the search has more choices
 _SLOWEST = 6.0  # plans slower than this many times the best step are counted, not drawn
 _PLACES = 100  # places along each axis of the diagram; one dot stands for all plans on a place
+_GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,10 +111,6 @@ def drawn_points(found: Search, points: Iterable[Point]) -> Drawn:
             up = round(_PLACES * math.log(point.time / fastest) / math.log(_SLOWEST))
             places.setdefault((across, up), point)
     return Drawn(points=tuple(places.values()), slowest=slowest)
-
-
-PLANS = 16  # largest number of plans of an answer, unless the search has more choices
-_GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
