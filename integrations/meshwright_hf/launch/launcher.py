@@ -204,8 +204,6 @@ def _run(job: Launch, arguments: list[str]) -> Ended:
     from accelerate.commands import launch as accelerate
     from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 
-    from meshwright_hf.launch.launcher import saves_noted
-
     options = accelerate.launch_command_parser().parse_args(arguments)
     if job.num_processes == 1 and not job.max_restarts and not job.outlives:
         # accelerate would wait for the script, hide its exit code, and not pass our signals to it.

@@ -79,7 +79,10 @@ def advice(said: Mapping[str, str]) -> list[str]:
 
 
 class Wishes:
-    """Counts these points. The program passes them, and the thread that listens to the hub hears of wishes."""
+    """Counts the points at which all ranks do what one of them asked for.
+
+    The program passes them, and the thread that listens to the hub hears of wishes.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
