@@ -136,6 +136,7 @@ _FORM = holding(
         "architectures": listed(text(most=200)),
         "max_position_embeddings": number(0, WIDTH),
         "n_positions": number(0, WIDTH),
+        "num_labels": number(0, WIDTH),
     }
 )
 
