@@ -12,9 +12,10 @@ import inspect
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
-from weakref import WeakKeyDictionary
 
-_replaced: WeakKeyDictionary[Callable[..., Any], Callable[..., Any]] = WeakKeyDictionary()  # new -> what it replaced
+# The attribute of a new function with the function itself and what it replaced. ``functools.wraps`` copies it to other
+# functions. A table of this module would keep the object alive, which the replaced function may hold.
+_REPLACED = "_meshwright_replaced"
 
 
 def replace_method(owner: object, name: str, function: Callable[..., Any]) -> None:
@@ -46,7 +47,7 @@ def replace_method(owner: object, name: str, function: Callable[..., Any]) -> No
             own = [x for x in signature.parameters.values() if x.name != "self"]
             signature = signature.replace(parameters=[first, *own])
         vars(function)["__signature__"] = signature
-    _replaced[function] = replaced
+    vars(function)[_REPLACED] = function, replaced
     object.__setattr__(owner, name, MethodType(function, owner))
 
 
@@ -57,7 +58,6 @@ def without_replacements(owner: object, name: str) -> Callable[..., Any]:
     """
     method = getattr(owner, name)
     function = getattr(method, "__func__", method)
-    while function in _replaced:
-        function = _replaced[function]
-        function = getattr(function, "__func__", function)
+    while (found := getattr(function, "__dict__", {}).get(_REPLACED)) is not None and found[0] is function:
+        function = getattr(found[1], "__func__", found[1])
     return function  # type: ignore[no-any-return]

@@ -21,6 +21,7 @@ import threading
 import time
 import traceback
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -35,6 +36,8 @@ from meshwright.mesh import process_mesh
 
 # The pool finds a hang long before; a worker must not report it as an error of its own.
 GROUP_TIMEOUT = datetime.timedelta(minutes=30)
+
+_threads = 0  # that are left after a job
 
 
 def main(connection: Connection, log: str, environment: dict[str, str]) -> None:
@@ -117,4 +120,15 @@ def _close_groups() -> None:
     _redistribute._planner_cache.clear()
     MeshTopoInfo.build_from_mesh.cache_clear()
     gc.collect()
+    global _threads
+    if _number_of_threads() > _threads:  # something held a trainer, with its groups, when an earlier job was frozen
+        gc.unfreeze()
+        gc.collect()
     gc.freeze()  # the modules that this job was the first to import, too
+    _threads = _number_of_threads()
+
+
+def _number_of_threads() -> int:
+    """Return how many threads this process has, those of gloo included; 0 where the system does not say."""
+    tasks = Path("/proc/self/task")
+    return sum(1 for _ in tasks.iterdir()) if tasks.exists() else 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from typing import Literal
-from weakref import WeakKeyDictionary
 
 from torch.optim import Optimizer
 
@@ -16,7 +15,9 @@ from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 
 Declared = Literal["element", "parameter"] | None
 
-_checked: WeakKeyDictionary[Optimizer, tuple[object, ...]] = WeakKeyDictionary()
+# The attribute of an optimizer with what it was like when it was checked. A table of this module would keep it alive: a
+# scheduler's ``step`` holds it.
+_CHECKED = "_meshwright_checked"
 
 
 def declared(config: ToDistributedConfig) -> Declared:
@@ -40,10 +41,10 @@ def check_elementwise(optimizer: Optimizer, *, is_trusted: bool, plan: ParallelP
         return
     # A program may have an optimizer for each parameter, and each is looked at before each of its steps.
     known = vars(optimizer).get("step"), has_step_hooks(optimizer), len(optimizer.param_groups)
-    if _checked.get(optimizer) == known:
+    if vars(optimizer).get(_CHECKED) == known:
         return
     if all(reads is Reads.ELEMENT for reads in reads_of(optimizer)):
-        _checked[optimizer] = known
+        vars(optimizer)[_CHECKED] = known
         return
     raise OptimizerMismatchError(
         f"{_name(optimizer)} is not known to update each element from that element alone, so its step "
