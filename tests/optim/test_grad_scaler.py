@@ -47,7 +47,7 @@ def train(plan: dict[str, Any] | None, *, unscales: bool, fused: bool = False) -
         is_here = number in INFINITE and (plan is None or dist.get_rank() == 0)
         return gradient.index_fill(0, torch.tensor([0]), torch.inf) if is_here else gradient
 
-    on_arrival(model.get_parameter(ROW), attach_gradients)
+    on_arrival(model.get_parameter(ROW), overflow)
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=5)
     rank = 0 if plan is None else dist.get_rank() // (plan.get("tp", 1) * plan.get("cp", 1))
     for number in range(STEPS):

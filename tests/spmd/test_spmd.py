@@ -27,6 +27,7 @@ from meshwright.roles.blocks import Attention
 from meshwright.roles.blocks.head_layout import HeadLayout
 from support import anatomies
 from support.parity import crossed
+from support.planted_hooks import of_runtime
 from support.tiers import crossings
 
 PLANS = {
@@ -103,12 +104,10 @@ def forgotten(tensor: Any, tp: int = 1, **_: Any) -> TensorLayout:
     return TensorLayout(shape=tensor.shape, cuts=(("tp", RowLayout.replicated(tensor.shape[0], tp)),))
 
 
+@of_runtime
 def bias_stays(self: BlockHooks, module: nn.Module, args: Any) -> None:
     self._pass.projections += 1
     self._bias = self._row._parameters["bias"]
-
-
-bias_stays.watches_parts = True  # type: ignore[attr-defined]  # it stands for a hook of the runtime
 
 
 def shifted(self: HeadLayout) -> RowLayout:

@@ -38,6 +38,7 @@ from meshwright.roles.blocks import experts
 from support.anatomies import build, loader
 from support.exact import Float64
 from support.models import SIZES
+from support.planted_hooks import of_runtime
 from support.replicas import uncompared
 from support.whole_runs import train_whole
 
@@ -156,6 +157,7 @@ def _reduced_twice() -> AbstractContextManager[object]:
     """What the experts that every token takes return is summed over tp twice."""
     reduce = BlockHooks._reduce
 
+    @of_runtime
     def reduce_twice(self: BlockHooks, module: nn.Module, args: Any, output: Any) -> Tensor | None:
         reduced = reduce(self, module, args, output)
         is_shared = "shared_expert" in layout_of(module.get_parameter("weight")).name

@@ -172,7 +172,7 @@ for _name, _make in {
     "SGD that maximizes": lambda parameters: torch.optim.SGD(
         parameters, lr=1e-2, momentum=0.9, nesterov=True, weight_decay=0.1, maximize=True
     ),
-    "fused AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, fused=True),
+    "fused AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=2e-3, fused=True),
     "a learning rate in a tensor": lambda parameters: torch.optim.AdamW(parameters, lr=torch.tensor(1e-3)),
     "Muon of matrices": lambda parameters: torch.optim.Muon([p for p in parameters if p.ndim == 2], lr=1e-3),
 }.items():

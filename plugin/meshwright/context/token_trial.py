@@ -60,11 +60,11 @@ class _TokenTrial:
         """Yield a description of each part that differs."""
         kinds: dict[object, nn.Module] = {}
         for index, layer in enumerate(dict.fromkeys(self.decoder.layers)):
-            if self.brought.inside(layer):
+            if self.brought.with_own_code(layer):
                 kinds.setdefault(kind_of(layer, index), layer)
         yield from self._of_layers(list(kinds.values())) if kinds else ()
         for module in (self.decoder.final_norm, self.decoder.head):
-            if module is not None and self.brought.inside(module):
+            if module is not None and self.brought.with_own_code(module):
                 yield from self._of_states(module)
 
     def _of_layers(self, layers: list[nn.Module]) -> Iterator[str]:
@@ -98,7 +98,7 @@ class _TokenTrial:
         dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
         part = TriedPart(modules={name: module}, arguments=arguments, beside={}, dtype=dtype)
         if why := differs_by_tokens(part, self.device, [(tokens, of_tokens(tokens)) for tokens in _PARTS]):
-            inner = self.brought.inside(module)[0]
+            inner = self.brought.with_own_code(module)[0]
             own = f"{name}.{inner}".rstrip(".")
             source = self.brought.source_of(module.get_submodule(inner))
             yield f"{own} ({source}) computes something else of some tokens of a row than of all: {why}"

@@ -65,6 +65,10 @@ class Brought:
         """Return the names of the modules that the program brought, in a module; ``""`` is the module itself."""
         return [name for name, inner, owner in _with_owners(module) if not self._is_stock(inner, owner)]
 
+    def with_own_code(self, module: nn.Module) -> list[str]:
+        """Return the names of those of them that run code of the program; the others are a library's classes."""
+        return [name for name, inner, _ in _with_owners(module) if not self._has_stock_code(inner)]
+
     def code_of(self, module: nn.Module) -> types.CodeType | None:
         """Return the program's code in a module's forward, or the library's if all is a library's."""
         found = list(codes_of(module.forward))
@@ -92,7 +96,10 @@ class Brought:
         return of_python or file.startswith(self._prefixes) or file == typing_extensions.__file__  # of decorators
 
     def _is_stock(self, module: nn.Module, owner: nn.Module | None) -> bool:
-        return self.is_stock_class(type(module)) and self._has_stock_attributes(module) and self._fits(module, owner)
+        return self._has_stock_code(module) and self._fits(module, owner)
+
+    def _has_stock_code(self, module: nn.Module) -> bool:
+        return self.is_stock_class(type(module)) and self._has_stock_attributes(module)
 
     def is_stock_class(self, kind: type) -> bool:
         """Return whether all that a class and its bases do is code of the libraries, which calls only such code."""
