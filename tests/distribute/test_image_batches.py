@@ -22,7 +22,7 @@ from support.parity import pool_for
 from support.short_programs import distribute, weights_of
 from support.tiers import crossings
 from support.vision_models import FAMILIES, IMAGE, LENGTH, START, VIDEO, build, collate, samples
-from support.whole_runs import assert_equals_one_process, differences
+from support.whole_runs import assert_equals_one_process
 
 SPLIT = {"gradient_accumulation_steps": 2}
 PLANS: dict[str, tuple[dict[str, Any], Counts]] = {
@@ -109,10 +109,9 @@ def train_without_telling(plan: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def test_a_slice_of_zeros_is_a_gradient(pool2: Any) -> None:
-    """The weights that get no gradient but zeros decay on one device."""
-    expected = train(None, "llava", PAIRS[:5], prepare=Gated.put_into)
-    found = differences(pool2.run(train_without_telling, {"dp": 2, "zero_stage": 1}), expected)
-    assert found["weight model.multi_modal_projector.linear_2.gate"] > 1e-4
+    """The weights that get no gradient but zeros decay on one device, so the ranks would step them unlike."""
+    for kind, message in pool2.run_expecting_error(train_without_telling, {"dp": 2, "zero_stage": 1}):
+        assert kind == "DivergenceError" and "counts of model.multi_modal_projector.linear_2.gate" in message
 
 
 def with_video_and_sizes() -> list[dict[str, Tensor]]:

@@ -34,7 +34,8 @@ class ClosedState(StateOfParts):
         raise UnreadableTensorError(
             f"{self.why}, so optimizer.state[parameter] would be a part of what one device has, or empty. To read the "
             "whole state, call meshwright.save_optimizer(model, optimizer, folder) on all ranks: its files have each "
-            "tensor as state/PARAMETER/NAME. To start with a new state, call optimizer.state.clear() on all ranks"
+            "tensor as state/PARAMETER/NAME. To start with a new state, call optimizer.state.clear() on all ranks. A "
+            "copy of the optimizer cannot step: call step() of the one that to_distributed returned"
         )
 
     __getitem__ = __setitem__ = __delitem__ = __contains__ = get = setdefault = pop = _refuse
