@@ -56,6 +56,10 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("one")
 
 
+def number_of_threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
 @pytest.mark.parametrize(
     ("kind", "plan"),
     [
@@ -79,10 +83,16 @@ def test_a_trainer_equals_one_process(
     """The fused head reads the head's weight, which is sharded; KTO pairs a batch's rows; GRPO (row 25) gathers."""
     expected = reference(kind, one)
     assert len({logs["grad_norm"] for logs in expected}) == len(expected) == 4
-    for logs in pool_for(plan, request).run(run, kind, tmp_path, plan, **OPTIONS[kind], timeout=280):
+    pool = pool_for(plan, request)
+    before = pool.run(number_of_threads)
+    for logs in pool.run(run, kind, tmp_path, plan, **OPTIONS[kind], timeout=280):
         for actual, wanted in zip(logs, expected, strict=True):
             for key in COMPARED[kind]:
                 assert actual[key] == pytest.approx(wanted[key], rel=1e-5, abs=1e-7), key
+    # Each process group has three threads; those of a model that is kept alive, here 13, wake until the process ends.
+    # The first run of a process starts 9 others.
+    after = pool.run(number_of_threads)
+    assert all(now <= earlier + 12 for now, earlier in zip(after, before, strict=True)), (before, after)
 
 
 def test_a_packed_run_equals_one_process_under_context_parallelism(pool2: Any, tmp_path: Path) -> None:
