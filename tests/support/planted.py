@@ -22,6 +22,7 @@ from meshwright.pipeline.pipeline_forward import PipelineForward
 from meshwright.roles import decoder_roles
 from meshwright.roles.blocks.head_layout import HeadLayout
 from support.models import build
+from support.planted_hooks import of_runtime
 
 
 def _is_distributed() -> bool:
@@ -51,7 +52,8 @@ def bias_added_twice() -> nn.Module:
     """Rank 0 adds the bias of an output projection to its partial sum too."""
     lift: Callable[..., None] = BlockHooks._lift_bias
 
-    @functools.wraps(lift)  # which leaves it a hook of the runtime
+    @of_runtime
+    @functools.wraps(lift)
     def lift_elsewhere(self: BlockHooks, module: nn.Module, args: tuple[Any, ...]) -> None:
         lift(self, module, args)
         if self.axis.rank == 0:
