@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from transformers import ElectraConfig, ElectraForPreTraining
 
@@ -17,7 +19,6 @@ from meshwright_hf.trainer import MeshwrightTrainer
 from support.logs import logged
 from support.models import build, tokens
 from support.short_programs import next_words, smoothed
-from support.tiers import nightly
 from support.trainers import arguments, fresh_accelerate
 
 DP = {"dp": 2}
@@ -75,6 +76,8 @@ def warnings_of_a_loop(program: str) -> list[str]:
             loss = smoothed(logits, batch["labels"])
             if program in ("corrected", "of another model"):
                 loss = mw.global_mean(model, loss, next_words(batch))
+            if program == "of another model" and dist.get_rank() == 0:
+                gc.collect()  # the graph alone keeps the first model, on each rank as long
             (loss + other).backward()
     return [message for message in said if "global_mean" in message]
 
@@ -91,7 +94,7 @@ def warnings_of_a_loop(program: str) -> list[str]:
         "padding",
         "dropped",
         "corrected",
-        nightly("of another model"),
+        "of another model",
     ],
 )
 def test_labels_that_the_model_was_not_given_are_counted(program: str, pool2: Any) -> None:

@@ -15,6 +15,7 @@ from meshwright.autograd import Node, TensorFunction
 from meshwright.temporarily import temporarily
 
 _KEPT = "_meshwright_kept_node"
+_OWNER = "meshwright_owner"
 _end = SimpleNamespace(is_reached=False)
 
 
@@ -31,6 +32,18 @@ def tensors_in(output: object) -> Iterator[Tensor]:
     elif dataclasses.is_dataclass(output) and not isinstance(output, type):
         for field in dataclasses.fields(output):
             yield from tensors_in(getattr(output, field.name, None))
+
+
+def keep_with_graph(owner: object, output: object) -> None:
+    """Keep an object as long as the graph of a forward pass's output.
+
+    A program may drop a model before the backward of its loss. Without this, the garbage collector of each rank would
+    decide when its hooks no longer average gradients, and the ranks would differ.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        for x in tensors_in(output):
+            if x.grad_fn is not None:
+                x.grad_fn.metadata[_OWNER] = owner
 
 
 def bypasses(output: object, start: Tensor, *gates: GraphNode | None) -> bool:
