@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -79,12 +80,16 @@ def _pass_after(run: Run) -> None:
 add(Trait(name="optimizer passed later", kind="made", may=TOLD, has_no_optimizer=True, ready=_pass_after))
 
 
-def _make_before(run: Run) -> None:
-    run.memory["made before"] = run.new_optimizer()
+def _made_early(make: Callable[[Run], Any]) -> dict[str, Any]:
+    """Return the points of a trait whose optimizer is made before the call and used after it."""
 
+    def keep(run: Run) -> None:
+        run.memory["early"] = make(run)
 
-def _use_it(run: Run) -> None:
-    run.optimizer = run.memory["made before"]
+    def use(run: Run) -> None:
+        run.optimizer = run.memory["early"]
+
+    return {"before": keep, "ready": use}
 
 
 add(
@@ -93,8 +98,7 @@ add(
         kind="made",
         may=TOLD,
         has_no_optimizer=True,
-        before=_make_before,
-        ready=_use_it,
+        **_made_early(lambda run: run.new_optimizer()),
         without=frozenset({"resume"}),
     )
 )
@@ -325,14 +329,6 @@ def _wrap(run: Run) -> None:
     run.optimizer = _Lookahead(run.optimizer)
 
 
-def _wrap_early(run: Run) -> None:
-    run.memory["around"] = _Lookahead(run.optimizer)
-
-
-def _use_around(run: Run) -> None:
-    run.optimizer = run.memory["around"]
-
-
 for _name, _points in {
     "centred gradients by a step hook": lambda run: run.optimizer.register_step_pre_hook(_centre),
     "normalised rows by a step hook": lambda run: run.optimizer.register_step_post_hook(_normalise_rows),
@@ -356,8 +352,7 @@ add(
         name="a Lookahead class, before",
         kind="step hook",
         may=TOLD,
-        before=_wrap_early,
-        ready=_use_around,
+        **_made_early(lambda run: _Lookahead(run.optimizer)),
         without=_WRAPPED,
     )
 )

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from meshwright.context.attention import AttentionKind, attach_attention, detach_attention
 from meshwright.context.layer_arguments import map_tensors, tensors_in
 from meshwright.errors import PlanError
-from meshwright.faults.together import texts_of_all
+from meshwright.faults.together import succeed_together, texts_of_all
 from meshwright.parallel.rehearsal.layer_calls import RandomValues, calls_of
 from meshwright.parallel.rehearsal.trial import Arguments, TriedPart, differs_by_tokens, untouched
 from meshwright.roles import Decoder
@@ -41,7 +41,7 @@ def check_tokens_apart(decoder: Decoder, device: torch.device) -> None:
         PlanError: on every rank, if there is such a part on one of them.
     """
     trial = _TokenTrial(decoder, device)
-    texts = texts_of_all(next(trial.differing(), ""))
+    texts = texts_of_all(succeed_together(lambda: next(trial.differing(), "")))
     if found := next(filter(None, texts), None):
         raise PlanError(
             f"{found}. Under context parallelism each rank has some of the tokens of a row, and on one device it sees "
@@ -109,7 +109,8 @@ def _token_dims(call: Any, other: Any) -> dict[Any, int]:
     others = dict(tensors_in(other))
     found = {}
     for place, x in tensors_in(call):
-        dims = [dim for dim, size in enumerate(x.shape) if size != others[place].shape[dim]]
+        sizes = others[place].shape if place in others else x.shape
+        dims = [dim for dim, size in enumerate(x.shape) if size != sizes[dim]]
         if len(dims) == 1:
             found[place] = dims[0]
     return found

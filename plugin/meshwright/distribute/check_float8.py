@@ -88,8 +88,8 @@ def check_float8(
                 raise PlanError(
                     f"{name} is a float8 layer that several ranks of tp={plan.tp} have, each with an addend of its "
                     "gradient, as of key and value heads that ranks share and of adapters. The sum of addends in "
-                    "float8 is "
-                    "not the gradient of one device. Use a smaller tp, or keep the layer in 16 bits. " + _keep(name)
+                    "float8 is not the gradient of one device. Use a smaller tp, or keep the layer in 16 bits. "
+                    + _keep(name)
                 )
             part = whole if layout is None else layout.local_shape
             if layer.config.emulate or not any(size % _MULTIPLE for size in part):
@@ -97,8 +97,7 @@ def check_float8(
             raise PlanError(
                 f"{name} has a weight of {whole[0]} x {whole[1]}, of which each rank of tp={plan.tp} has {part[0]} x "
                 f"{part[1]}, and float8 multiplies widths that are multiples of {_MULTIPLE}. Use a smaller tp, or keep "
-                "the "
-                "layer in 16 bits. " + _keep(name)
+                "the layer in 16 bits. " + _keep(name)
             )
 
 

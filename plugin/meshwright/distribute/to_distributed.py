@@ -293,7 +293,7 @@ def _complete(
     check_embeddings(model, plan, runtime.engine)
     check_mixed_rows(model, plan)
     loss = runtime.features.find(BatchLoss)
-    check_plan(model, plan, None, loss)
+    check_plan(without_wrappers(model)[1], plan, None, loss)
     loader = None
     if dataloader is not None:
         format = runtime.features.get(BatchFormat)

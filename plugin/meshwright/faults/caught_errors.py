@@ -12,7 +12,7 @@ import threading
 from typing import TypeVar
 
 from meshwright.errors import DivergenceError, PeerFailedError, PlanError
-from meshwright.faults import ending
+from meshwright.faults import main_thread
 from meshwright.faults.ending import in_short
 
 Error = TypeVar("Error", bound=RuntimeError)
@@ -51,7 +51,7 @@ class CaughtErrors:
         if error is None or isinstance(error, DivergenceError | PeerFailedError | PlanError):
             return False
         self.of_pass = (
-            f"its program caught {in_short(error)}, which the forward pass of step {step} at {ending.place()} "
+            f"its program caught {in_short(error)}, which the forward pass of step {step} at {main_thread.place()} "
             "raised, and went on: skip a batch on every rank or on none"
         )
         return True

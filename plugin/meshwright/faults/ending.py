@@ -1,12 +1,10 @@
-"""The end of this process: tells the guard of it, sets a deadline for it, and says where the main thread is.
+"""The end of this process: tells the guard of it, and sets a deadline for it.
 
 The guard is told how the process ends: by an exception, by ``sys.exit``, or normally.
 
 At a deadline the kernel ends the process, also if it is stopped or C code holds the GIL. No thread of Python runs in
 such a process. So the thread that hears the hub's heartbeats moves the deadline again and again; the kernel acts if it
 does not. POSIX timers belong to one process: its children do not inherit them.
-
-A thread beside the program's main thread asks here where the main thread is.
 """
 
 from __future__ import annotations
@@ -17,13 +15,12 @@ import ctypes
 import os
 import signal
 import sys
-import sysconfig
 import threading
 import traceback
 from collections.abc import Callable
 from multiprocessing.util import Finalize
-from types import CodeType, FrameType, TracebackType
-from typing import Any, NoReturn, Protocol, TypeVar
+from types import TracebackType
+from typing import NoReturn, Protocol
 
 from meshwright.mesh.siblings import STACK_SIGNAL, WRITES, write_stacks_on_signal
 
@@ -31,14 +28,6 @@ _ASSERTION = "device-side assert"  # in CUDA's message of a kernel's assertion t
 
 _CLOCK_MONOTONIC = 1  # of <time.h>; it does not jump with the wall clock
 _LATER = 1.0  # seconds after which a process that could not exit is killed
-
-_LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")})
-_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_COLLECTIVES = os.path.join(os.path.dirname(__file__), "interpose.py")
-_DEPTH = 8  # frames of sockets and locks that a wait has at most
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-_waits: set[CodeType] = set()
 
 
 class Ending(Protocol):
@@ -198,53 +187,3 @@ class Deadline:
             at = 0.0 if seconds is None else max(seconds - early, 0.001)
             spec = _TimerSpec(0, 0, int(at), int(at % 1 * 1e9))
             self._libc.timer_settime(timer, 0, ctypes.byref(spec), None)
-
-
-def waits_for_ranks(function: _Function) -> _Function:
-    """Mark a function as one that waits for other ranks, and runs no code of the program meanwhile."""
-    _waits.add(function.__code__)
-    return function
-
-
-def place(thread: threading.Thread | None = None) -> str:
-    """Return the line of the program at which a thread is; the innermost line if all are a library's.
-
-    Args:
-        thread: the thread; None for the main thread.
-    """
-    frame = innermost = found = _frame(thread)
-    try:
-        while frame is not None and frame.f_code.co_filename.startswith((*_LIBRARIES, _PACKAGE, "<")):
-            frame = frame.f_back
-        found = frame or innermost
-        return "" if found is None else f"{found.f_code.co_filename}:{found.f_lineno} in {found.f_code.co_name}"
-    finally:
-        del frame, innermost, found  # in the thread itself, a circle that would keep the locals of all callers
-
-
-def is_waiting() -> bool:
-    """Return whether the main thread waits for other ranks, in a collective or in a function marked as such."""
-    frame = _frame()
-    if frame is None:
-        return False
-    # The backend's call has no frame of its own, so the innermost frame is that of the call's wrapper, or torch's.
-    file = frame.f_code.co_filename
-    if file == _COLLECTIVES or f"{os.sep}torch{os.sep}distributed{os.sep}" in file:
-        return True
-    for _ in range(_DEPTH):
-        if frame is None:
-            return False
-        if frame.f_code in _waits:
-            return True
-        frame = frame.f_back
-    return False
-
-
-def stack() -> str:
-    """Return the main thread's stack, as a traceback prints it."""
-    frame = _frame()
-    return "" if frame is None else "".join(traceback.format_stack(frame))
-
-
-def _frame(thread: threading.Thread | None = None) -> FrameType | None:
-    return sys._current_frames().get((thread or threading.main_thread()).ident or 0)

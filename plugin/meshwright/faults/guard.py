@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from meshwright.errors import DivergenceError, PeerFailedError
-from meshwright.faults import caught_errors, ending, interpose
+from meshwright.faults import caught_errors, ending, interpose, main_thread
 from meshwright.faults.collective_log import CallTrace, describe, describe_tensors, first_difference
 from meshwright.faults.end_process import MARGIN, SPEAKS, end_children, end_process
 from meshwright.faults.ending import Deadline
@@ -278,7 +278,7 @@ class Guard:
             self._link, self._rank, topic=topic, cause=lambda: self.cause, patience=max(self.timeout, CLEANS_UP)
         )
 
-    @ending.waits_for_ranks
+    @main_thread.waits_for_ranks
     def explain(self, error: RuntimeError) -> RuntimeError:
         """Return a network error with the rank and the reason added."""
         if not self.is_current or isinstance(error, PeerFailedError):
@@ -452,13 +452,13 @@ class Guard:
             self._deadline.set(None)
             return
         self._note(why)
-        text = f"{why}, so this process ends. Its main thread is here:\n{ending.stack()}"
+        text = f"{why}, so this process ends. Its main thread is here:\n{main_thread.stack()}"
         end_process(text, self._deadline, self.end_silent, PeerFailedError(text))
 
     def _beat(self) -> dict[str, Any]:
         """Return what this rank is doing; called every second in the listening thread."""
-        waits = ending.is_waiting()
-        place = f", at {ending.place()}" if not waits and self.trace.age >= 1.0 else ""
+        waits = main_thread.is_waiting()
+        place = f", at {main_thread.place()}" if not waits and self.trace.age >= 1.0 else ""
         status = f"step {self.step}, {self.trace.last()}{place}"
         return {"status": status, "waits_for": self.trace.ranks if waits else ()}
 

@@ -1,8 +1,8 @@
 """Attaches gradient reduction to a model, and ZeRO to its optimizer.
 
-Some optimizers keep other weights for evaluation than for training, and have ``train()`` and ``eval()`` for it. What
-these do then reaches the model. A GradScaler then finds the infinite gradients of all ranks, so that all of them skip
-the same steps.
+Schedule-free optimizers keep other weights for evaluation than for training, and have ``train()`` and ``eval()`` for
+it; what these write reaches the model. Under a GradScaler every rank finds the infinite gradients of all ranks, so that
+all of them skip the same steps.
 """
 
 from __future__ import annotations

@@ -10,14 +10,10 @@ from torch.optim import Optimizer
 from meshwright.errors import OptimizerMismatchError
 from meshwright.optim.chained import members
 from meshwright.optim.reads import ELEMENTWISE, Reads, has_step_hooks, is_known, patched_step, reads_of
-from meshwright.optim.trial import why_not_apart, why_not_on_host
+from meshwright.optim.trial import CHECKED, why_not_apart, why_not_on_host
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 
 Declared = Literal["element", "parameter"] | None
-
-# The attribute of an optimizer with what it was like when it was checked. A table of this module would keep it alive: a
-# scheduler's ``step`` holds it.
-_CHECKED = "_meshwright_checked"
 
 
 def declared(config: ToDistributedConfig) -> Declared:
@@ -41,10 +37,10 @@ def check_elementwise(optimizer: Optimizer, *, is_trusted: bool, plan: ParallelP
         return
     # A program may have an optimizer for each parameter, and each is looked at before each of its steps.
     known = vars(optimizer).get("step"), has_step_hooks(optimizer), len(optimizer.param_groups)
-    if vars(optimizer).get(_CHECKED) == known:
+    if vars(optimizer).get(CHECKED) == known:
         return
     if all(reads is Reads.ELEMENT for reads in reads_of(optimizer)):
-        vars(optimizer)[_CHECKED] = known
+        vars(optimizer)[CHECKED] = known
         return
     raise OptimizerMismatchError(
         f"{_name(optimizer)} is not known to update each element from that element alone, so its step "

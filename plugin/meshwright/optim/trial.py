@@ -27,6 +27,9 @@ from meshwright.optim.chained import members
 from meshwright.optim.zero.host_copy import on_host
 from meshwright.random_states import RandomStates
 
+# The attribute of an optimizer with what it was like when it was checked. A table of a module would keep it alive: its
+# ``step``, which a program may replace, holds it.
+CHECKED = "_meshwright_checked"
 _MOST = 32  # entries of a dim, since what a parameter's update reads of others does not depend on their sizes
 _SCALES = (1.0, 1e3, 1e-3)  # of the gradients, since some optimizers clip by all of them, where these are large
 
@@ -131,7 +134,7 @@ class Trial:
                 },
             )
         # A scheduler has replaced methods, or an earlier call.
-        replaced = ("step", "zero_grad", "add_param_group", "train", "eval")
+        replaced = ("step", "zero_grad", "add_param_group", "train", "eval", CHECKED)
         new.__dict__ |= {key: self._copied(value) for key, value in own.items() if key not in replaced}
         for group in new.param_groups:
             if "lr" in group and not group["lr"]:  # in the first step of a schedule

@@ -15,7 +15,6 @@ from meshwright.autograd import Node, TensorFunction
 from meshwright.temporarily import temporarily
 
 _KEPT = "_meshwright_kept_node"
-_OWNER = "meshwright_owner"
 _end = SimpleNamespace(is_reached=False)
 
 
@@ -34,16 +33,27 @@ def tensors_in(output: object) -> Iterator[Tensor]:
             yield from tensors_in(getattr(output, field.name, None))
 
 
-def keep_with_graph(owner: object, output: object) -> None:
-    """Keep an object as long as the graph of a forward pass's output.
+def keep_until_backward(owner: object, output: object) -> None:
+    """Keep an object until the backward pass of a forward pass's output has ended, or the graph is dropped.
 
     A program may drop a model before the backward of its loss. Without this, the garbage collector of each rank would
-    decide when its hooks no longer average gradients, and the ranks would differ.
+    decide when its hooks no longer average gradients, and the ranks would differ. The graph gives the object up after
+    its pass, since the collector would not find it there if the object keeps the output.
     """
     with torch._C.DisableTorchFunctionSubclass():
         for x in tensors_in(output):
             if x.grad_fn is not None:
-                x.grad_fn.metadata[_OWNER] = owner
+                _keep_with(x.grad_fn, owner)
+
+
+def _keep_with(node: GraphNode, owner: object) -> None:
+    kept = [owner]
+
+    def reached(_: object) -> None:
+        handle.remove()
+        torch.autograd.Variable._execution_engine.queue_callback(kept.clear)
+
+    handle = node.register_prehook(reached)
 
 
 def bypasses(output: object, start: Tensor, *gates: GraphNode | None) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from meshwright.compiling import without_compilation
 from meshwright.errors import PlanError
 from meshwright.roles import Decoder
 
@@ -45,7 +46,7 @@ class RegionBorders:
             PlanError: another layer stands in the place of the first one, or of the last if no final norm follows.
         """
         for name, stack, first, last in self._stacks:
-            now = list(stack)
+            now = list(map(without_compilation, stack))  # a compiled layer runs the hooks of the one inside
             if now[:1] != [first] or (last is self.last and now[-1:] != [last]):
                 raise PlanError(
                     f"{name} has another layer at its {'start' if now[:1] != [first] else 'end'} than at the call of "

@@ -57,7 +57,8 @@ class Brought:
 
     def __init__(self) -> None:
         for library in (LIBRARIES - _roots.keys()) & sys.modules.keys():
-            _roots[library] = os.path.dirname(getattr(sys.modules[library], "__file__", None) or "/") + os.sep
+            if file := getattr(sys.modules[library], "__file__", None):
+                _roots[library] = os.path.dirname(file) + os.sep
         self._prefixes = tuple(_roots.values())
         self._stock: dict[type, bool] = {}
 

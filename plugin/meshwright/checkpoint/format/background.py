@@ -19,7 +19,7 @@ from meshwright.checkpoint.format.save_job import SaveJob
 from meshwright.checkpoint.format.snapshot import HostMemory
 from meshwright.compiling import without_compilation
 from meshwright.errors import PeerFailedError
-from meshwright.faults import ending
+from meshwright.faults import main_thread
 from meshwright.faults.guard import active_guard, start_guard
 from meshwright.faults.hub_exchange import HubExchange, OneRank
 from meshwright.faults.together import failure_text
@@ -141,7 +141,7 @@ class Background:
             quiet = quiet + look if moved == seen and not meeting.is_waiting else 0.0
             seen = moved
         error = TimeoutError(
-            f"the save to {save.target} has not moved on for {timeout:g} s, at {ending.place(thread)}, so "
+            f"the save to {save.target} has not moved on for {timeout:g} s, at {main_thread.place(thread)}, so "
             "its file system hangs or is too slow. Older checkpoints are whole. Save to another file system, or wait "
             f"longer: ToDistributedConfig(timeout_s={5 * timeout:g})"
         )

@@ -16,7 +16,7 @@ from meshwright.faults.every_rank import EVALUATION
 from meshwright.faults.guard import Guard
 from meshwright.faults.statement import Statement
 from meshwright.mesh.axes import Mesh
-from meshwright.parallel.autograd_graph import keep_with_graph, scale_gradient
+from meshwright.parallel.autograd_graph import keep_until_backward, scale_gradient
 from meshwright.parallel.batch.batch_slices import slices
 from meshwright.parallel.batch.items import BatchFormat
 from meshwright.parallel.batch.longest_position import LongestPosition
@@ -254,7 +254,7 @@ class ForwardState:
             known = loss_of(output) if self.has_known_loss else None
             self.uneven.look(arguments(self._signatures[module], args, kwargs), output, known)
         if torch.is_grad_enabled() and active_backend() is None:  # the graph of what is being traced is another one
-            keep_with_graph(self, output)
+            keep_until_backward(self, output)
         return _without_graph(output) if was_sharded else None
 
 

@@ -10,7 +10,6 @@ import weakref
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.hooks import RemovableHandle
 
 from meshwright.autograd import Node, TensorFunction
 from meshwright.errors import PlanError
@@ -83,7 +82,6 @@ class HookedModules:
         self._parted = {name for name, module in self._modules if id(module) in parted_ids}
         self._hooks_seen: tuple[int, bool] | None = None
         self._has_warned = self._has_told = False
-        self._last_handle = -1
         self.is_split, self.is_staged, self._is_shared = is_split, is_staged, is_shared
         self._watched: set[str] = set()
         self._outputs: dict[str, list[list[weakref.ref[Tensor]]]] = {}  # of each micro-batch of the last pass
@@ -114,14 +112,15 @@ class HookedModules:
                 f"a hook on all modules of torch ({source_of(every[0])}) would see this rank's parts of activations, "
                 "since the plan cuts them over tp. Register it on the modules that it needs, before to_distributed"
             )
-        if trains and not self._has_told and RemovableHandle.next_id != self._last_handle:
-            self._look_at_backward()
-        if self.whole is None and not (trains and (self._parted or self.is_split or self.is_staged)):
+        sees_parts = self._parted or self.is_split or self.is_staged or self._is_shared
+        if self.whole is None and not (trains and sees_parts):
             return
         hooks = sum(map(sum, self._tables))  # of their numbers, which torch gives once
         if (hooks, trains) == self._hooks_seen:
             return
         self._hooks_seen = hooks, trains
+        if trains and (self._is_shared or self.is_split) and not self._has_told:
+            self._look_at_backward()
         found = {name: module for name, module in self._modules if has_foreign_hooks(module)}
         if trains and not self._has_warned and (parted := next((name for name in found if name in self._parted), None)):
             self._has_warned = True
@@ -136,10 +135,7 @@ class HookedModules:
                 self.whole.take(name, module)
 
     def _look_at_backward(self) -> None:
-        """Warn once if a hook sees gradients of a part of the batch; only new handles of torch can be such hooks."""
-        self._last_handle = RemovableHandle.next_id
-        if not (self._is_shared or self.is_split):
-            return
+        """Warn once if a hook sees gradients of a part of the batch."""
         for name, module in self._modules:
             for hook in (*module._backward_hooks.values(), *module._backward_pre_hooks.values()):
                 if is_of_program(hook):

@@ -2,7 +2,7 @@
 
 A plan may run forward on each rank's rows, and once for each micro-batch. Three checks find where this gives other
 numbers. Layers that are known to mix rows are refused by name (``mixed_rows.py``). What forward writes on the rows of
-one rank differs between ranks, and the comparison of replicas finds it in the first steps (``replica_comparison.py``).
+one rank differs between ranks, and the comparison of replicas finds it in the first steps (``replicas/comparison.py``).
 What forward writes once for each micro-batch is found here, by the version counters of the tensors, which cost no
 device wait.
 """
@@ -94,7 +94,7 @@ class WritesInRecompute(ChainStep):
         """Watch the modules inside of layers."""
         names = {module: name for name, module in model.named_modules()}
         for module in dict.fromkeys(inner for layer in layers for inner in layer.modules()):
-            watched = {names[x]: x for x in (module, *module.children()) if any(_own(x, Tensor))}
+            watched = {names[x]: x for x in (module, *_called_by(module)) if any(_own(x, Tensor))}
             if watched:
                 add_step(module, WritesInRecompute(watched))
 
@@ -122,6 +122,12 @@ class WritesInRecompute(ChainStep):
             "changed twice in a step, and the gradients are not those of one device. Use recompute='none', or change "
             "it in the training loop instead of in forward"
         )
+
+
+def _called_by(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the children of a module, and those of lists and tables of modules, which have no forward."""
+    for child in module.children():
+        yield from _called_by(child) if isinstance(child, nn.ModuleList | nn.ModuleDict) else (child,)
 
 
 class WritesPerPiece:

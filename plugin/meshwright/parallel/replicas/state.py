@@ -117,7 +117,7 @@ def counts_digest(state: Mapping[str, object], device: torch.device) -> Tensor |
         state: the optimizer's state of the parameter.
         device: the parameter's device, for which the host does not wait.
     """
-    on_device: Tensor | None = None
+    of_device: Tensor | None = None
     total = 0
     for index, name in enumerate(sorted(state, key=str)):
         value, weight = state[name], _ODD + 2 * index
@@ -127,13 +127,13 @@ def counts_digest(state: Mapping[str, object], device: torch.device) -> Tensor |
                 one = torch.where(one == one.round(), one, torch.zeros_like(one))
             whole = one.to(torch.int64)
             if value.device == device:
-                on_device = whole * weight if on_device is None else on_device + whole * weight
+                of_device = whole * weight if of_device is None else of_device + whole * weight
             else:
                 total += int(whole) * weight
         elif isinstance(value, int | float) and math.isfinite(value) and value == value // 1:
             total += int(value) * weight
     of_host = (total + 2**63) % 2**64 - 2**63
-    return of_host if on_device is None else on_device + of_host
+    return of_host if of_device is None else of_device + of_host
 
 
 def on_device(x: Tensor, device: torch.device) -> Tensor:
