@@ -189,9 +189,7 @@ QUESTIONS: dict[str, tuple[str, str, Check]] = {
 SLOW = ("What does an image add?", "Which cluster needs 14 days?")  # models of modules and searches
 
 
-@pytest.mark.parametrize(
-    "question", crossings(QUESTIONS, but=[name for name in QUESTIONS if name not in SLOW], one_in=2)
-)
+@pytest.mark.parametrize("question", crossings(QUESTIONS, but=[name for name in QUESTIONS if name not in SLOW]))
 def test_a_question_has_one_command_and_a_figure_that_is_right(question: str, tmp_path: Path) -> None:
     """1 %: padding of shards and buckets, and six digits of prices; a forgotten term is more."""
     model, command, right = QUESTIONS[question]

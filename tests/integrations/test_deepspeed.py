@@ -60,7 +60,7 @@ def differences(curve: engines.Curve, expected: Result, part: str = "all") -> tu
 OTHER_PLANS = {1: {"dp": 2, "tp": 2}, 2: {"tp": 4, "sequence_parallel": True}, 3: {"dp": 4}}
 
 
-@pytest.mark.parametrize("stage", crossings(OTHER_PLANS, but=[3], one_in=2))
+@pytest.mark.parametrize("stage", crossings(OTHER_PLANS, but=[3]))
 def test_a_stage_equals_one_process_and_its_checkpoints_resume(stage: int, pool4: Any, tmp_path: Path) -> None:
     ranks = pool4.run(engines.run_with_checkpoints, TP2_SP_DP2, OTHER_PLANS[stage], stage, str(tmp_path), timeout=250)
     found = ranks[0]

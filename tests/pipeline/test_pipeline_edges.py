@@ -24,7 +24,7 @@ from meshwright.optim.elementwise import check_elementwise
 from meshwright.optim.runtime import runtime_of
 from meshwright.parallel.shards.reads import reading_shards
 from meshwright.pipeline.links import Links
-from support.exact import Float64, relative_difference
+from support.exact import Float64
 from support.models import build, labels_for, tokens
 from support.parity import pool_for
 from support.short_programs import gradients_of
@@ -437,75 +437,3 @@ def test_models_share_the_groups_of_their_ranks(pool4: Any) -> None:
     """A tied model with parts of rows needs channels, a group of the tie, and a group of dp x cp."""
     for counts, losses, alone in pool4.run(train_two_models_in_turns):
         assert counts[0] == counts[1] == counts[2] and losses == alone
-
-
-def steered(plan: str | None, kind: str) -> tuple[list[float], dict[str, torch.Tensor], list[int]]:
-    """Losses and weights of a model with hooks that change what its layers pass on, and the calls of each layer's."""
-    with Float64():
-        model: Any = build("llama", num_hidden_layers=4).double()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        if plan is not None:
-            model, optimizer, _ = mw.to_distributed(model, optimizer, plan=plan)
-        calls = [0] * 4
-
-        def changed(layer: int, x: torch.Tensor) -> torch.Tensor:
-            calls[layer] += 1
-            return 1.3 * x
-
-        for i, layer in enumerate(model.model.layers):
-            if kind == "forward":
-                layer.register_forward_hook(lambda _, args, output, i=i: changed(i, output))
-                layer.register_forward_pre_hook(lambda _, args, i=i: (changed(i, args[0]), *args[1:]))
-            else:
-                layer.register_full_backward_hook(lambda _, grad, out, i=i: (changed(i, grad[0]), *grad[1:]))
-        losses = []
-        for step in range(2):
-            loss = model.forward(**batch(seed=step)).loss  # which is a pass as model(...) is
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses, model.state_dict() if plan is None else mw.full_state_dict(model), calls
-
-
-def run_on_stages() -> tuple[list[Any], dict[str, str]]:
-    found: list[Any] = [steered("pp2 mb2", kind) for kind in ("forward", "backward")]
-    said = {}
-    for what in ("swapped", "tied", "deleted"):
-        model = distributed()
-        layers = model.model.layers
-        if what == "swapped":
-            layers[1], layers[2] = layers[2], layers[1]
-        elif what == "tied":
-            model.lm_head.weight = model.model.embed_tokens.weight
-        else:
-            del layers[3]
-        try:
-            model(**batch())
-        except mw.errors.PlanError as error:
-            said[what] = str(error)
-    return found, said
-
-
-def test_layers_of_a_pipeline_have_their_hooks_and_their_places(pool2: Any) -> None:
-    found = pool2.run(run_on_stages, timeout=120)
-    for number, kind in enumerate(("forward", "backward")):
-        losses, weights, calls = steered(None, kind)
-        counts = []
-        for ran, _ in found:
-            assert ran[number][0] == pytest.approx(losses, rel=1e-10)  # only the order of sums differs
-            far = (
-                {name: relative_difference(ran[number][1][name], x) for name, x in weights.items()}
-                if ran[number][1]
-                else {}
-            )
-            assert max(far.values(), default=0) < 1e-10, far
-            counts.append(ran[number][2])
-        # Two micro-batches; each layer's hooks run on the rank that holds it.
-        assert counts == [[2 * n for n in calls[:2]] + [0, 0], [0, 0] + [2 * n for n in calls[2:]]]
-    for _, said in found:
-        names = {"swapped": "model.layers.1", "tied": "lm_head.weight", "deleted": "model.layers.3"}
-        assert said.keys() == names.keys()
-        assert all(
-            said[what].startswith(name) and "before to_distributed" in said[what] for what, name in names.items()
-        )

@@ -10,17 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import RoFormerConfig, RoFormerForCausalLM
-from transformers.modeling_outputs import CausalLMOutput
 
 import meshwright as mw
-from meshwright.faults.guard import active_guard
 from meshwright.parallel.shards.reads import reading_shards
 from meshwright.parallel.shards.state_of_parts import state_of
 from meshwright.pipeline.cut import cut_decoder
 from meshwright.roles import find_decoder
 from support.exact import Float64
 from support.models import SIZES, tokens
-from support.models import build as build_decoder
 from support.tiers import crossings
 from support.vision_models import build, loader
 
@@ -147,40 +144,3 @@ def step_with_weights_that_a_hook_reads(*, are_complex: bool) -> None:
 def test_a_layer_that_is_given_weights_of_the_first_stage_is_refused(are_complex: bool, pool2: Any) -> None:
     kind, said = pool2.run_expecting_error(step_with_weights_that_a_hook_reads, are_complex=are_complex)[1]
     assert kind == "PlanError" and "layer 1 (RoFormerLayer) is given sinusoidal_pos" in said and "pp=1" in said
-
-
-class RareHead(nn.Module):
-    """A decoder with a second head, for rows that a batch may lack, as the batch without values does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        stock = build_decoder("llama", num_hidden_layers=4)
-        self.config, self.model, self.lm_head = stock.config, stock.model, stock.lm_head
-        self.rare = nn.Linear(32, 3)
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.model.embed_tokens
-
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, **more: Any) -> Any:
-        hidden = self.model(input_ids=input_ids, **more).last_hidden_state
-        loss = self.lm_head(hidden).square().mean()
-        if (is_rare := labels[:, -1] > 0).any():
-            loss = loss + self.rare(hidden[is_rare, -1]).square().mean()
-        return CausalLMOutput(loss=loss)
-
-
-def run_a_rare_head() -> None:
-    config = mw.ToDistributedConfig(plan="pp2 mb2", loss_averages_over="rows")
-    model = mw.to_distributed(RareHead(), config=config)[0]
-    try:
-        ids = tokens(4, 10)
-        model(input_ids=ids, labels=ids)
-    except Exception:
-        active_guard().close("its program failed")  # type: ignore[union-attr]
-        raise
-
-
-def test_a_head_that_no_pass_without_values_ran_is_named(pool2: Any) -> None:
-    """The last stage does not have its weights: it computed NaN before."""
-    _, last = pool2.run_expecting_error(run_a_rare_head)
-    assert last[0] == "PlanError" and last[1].startswith("rare runs after the layers in this pass")

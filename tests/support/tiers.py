@@ -43,7 +43,7 @@ def crossings(
         but: the cases that ``make test`` runs.
         only: the crossings, where they are fewer than the cases that ``make test`` runs.
         quick: the cases that ``make test-quick`` and ``make test`` run.
-        one_in: which part of the crossings is a sample that ``make test-all`` runs: one in so many.
+        one_in: how many crossings there are for each one that ``make test-all`` runs.
 
     Example::
 
