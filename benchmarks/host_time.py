@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from meshwright.construct.initial_weights import InitialWeights
 from meshwright.distribute import installation
-from meshwright.distribute.cuts import build_on_fake_rank
+from meshwright.distribute.decide import build_on_fake_rank
 from meshwright.faults import interpose
 from meshwright.faults.collective_log import CallTrace, describe
 from meshwright.plan.config import ParallelPlan

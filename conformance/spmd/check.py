@@ -22,7 +22,7 @@ from conformance.spmd.stages import receiving
 from conformance.spmd.types import Kind
 from conformance.spmd.weight_rows import RowsRead, compare_rows
 from meshwright.construct.initial_weights import InitialWeights
-from meshwright.distribute.cuts import build_on_fake_rank
+from meshwright.distribute.decide import build_on_fake_rank
 from meshwright.distribute.installation import install, make_weights
 from meshwright.errors import PlanError
 from meshwright.layout.tensor_layout import TensorLayout, layout_of

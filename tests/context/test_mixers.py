@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 import meshwright as mw
 from meshwright.context.handed_states import GatheredTokens
-from meshwright.distribute.cuts import structure_of
+from meshwright.distribute.decide import structure_of
 from meshwright.parallel.sequence_parts import SequenceParts
 from support.exact import Float64
 from support.hybrid_models import FAMILIES, build, loader

@@ -24,7 +24,8 @@ from torch.overrides import TorchFunctionMode
 
 import meshwright as mw
 from harness import WorkerError
-from meshwright.distribute.cuts import structure_of
+from meshwright.distribute.decide import structure_of
+from meshwright.facts import Facts
 from meshwright.mesh.axes import Axis, Mesh
 from meshwright.optim import thawing
 from meshwright.parallel.autograd_graph import in_backward
@@ -443,8 +444,8 @@ def test_layers_of_two_stacks_that_have_the_role_are_no_tower() -> None:
     for name in ("left", "right"):
         layers = [torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)) for _ in range(2)]
         setattr(model, name, torch.nn.ModuleList(layers))
-    assert list(towers_beside(model, (*model.left, *model.right))) == []
-    assert list(towers_beside(model, tuple(model.left))) == [model.right]
+    assert list(towers_beside(Facts(model), (*model.left, *model.right))) == []
+    assert list(towers_beside(Facts(model), tuple(model.left))) == [model.right]
 
 
 def refusal(make: Callable[[], Any], **plan: Any) -> str:

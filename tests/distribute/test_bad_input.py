@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import meshwright as mw
+from meshwright.facts import Facts
 from meshwright.parallel.batch.mixed_rows import check_embeddings
 from support.models import build
 from support.reference import make_optimizer
@@ -261,10 +262,10 @@ def test_an_embedding_whose_gradient_depends_on_the_split(option: str, kind: typ
     splits += [{"dp": 2, "tp": 2}, {"dp": 2, "cp": 2}, {"gradient_accumulation_steps": 2}, {"pp": 2}]
     for plan in splits:
         with pytest.raises(mw.PlanError, match=rf"model.0 is an {kind.__name__} with {option}=True.*{option} = False"):
-            check_embeddings(with_embedding(option, kind), mw.ParallelPlan(**plan), None)
+            check_embeddings(Facts(with_embedding(option, kind)), mw.ParallelPlan(**plan), None)
     model = with_embedding(option, kind)
-    check_embeddings(model, mw.ParallelPlan(), None)
-    check_embeddings(model.requires_grad_(False), mw.ParallelPlan(dp=2), None)
+    check_embeddings(Facts(model), mw.ParallelPlan(), None)
+    check_embeddings(Facts(model.requires_grad_(False)), mw.ParallelPlan(dp=2), None)
 
 
 def run_case(name: str) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.context.record import record_context
-from meshwright.distribute.cuts import structure_of
+from meshwright.distribute.decide import structure_of
 from meshwright.mesh.axes import Axis
 from meshwright.optim.zero.units import read_weights, units_of
 from meshwright.parallel.shards.added_parameters import KeptModules

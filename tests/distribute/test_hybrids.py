@@ -13,7 +13,7 @@ import pytest
 from torch import Tensor
 
 import meshwright as mw
-from meshwright.distribute.cuts import structure_of
+from meshwright.distribute.decide import structure_of
 from meshwright.parallel.tensor_parallel.structure import DecoderStructure
 from support.exact import Float64
 from support.hybrid_models import FAMILIES, build, loader

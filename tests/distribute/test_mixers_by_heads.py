@@ -17,7 +17,7 @@ from torch import Tensor
 
 import meshwright as mw
 from harness import WorkerError
-from meshwright.distribute.cuts import structure_of
+from meshwright.distribute.decide import structure_of
 from meshwright.layout.row_layout import RowLayout
 from meshwright.parallel.tensor_parallel.structure import DecoderStructure
 from meshwright.parallel.tensor_parallel.wide_norms import GroupedNorm

@@ -17,7 +17,7 @@ from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 import meshwright as mw
-from meshwright.distribute.cuts import structure_of
+from meshwright.distribute.decide import structure_of
 from meshwright.mesh.axes import Axis
 from meshwright.parallel import collectives
 from meshwright.parallel.collectives import all_gather, gather_rows, largest, reduce_scatter_rows

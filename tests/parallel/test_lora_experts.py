@@ -14,6 +14,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 import meshwright as mw
+from meshwright.facts import Facts
 from meshwright.parallel.experts.routing_replay import ReplayedBlock
 from meshwright.parallel.method_chain import find_step
 from meshwright.plan.text import parse_plan
@@ -69,8 +70,8 @@ def test_what_calls_adapted_experts_makes_the_choices_of_forward_again() -> None
 def test_adapters_of_experts_that_a_plan_cannot_run_are_refused(pool2: Any) -> None:
     decoder = without_wrappers(adapted("experts", "qwen3_moe"))[1]
     with pytest.raises(mw.PlanError, match=r"adapters .* of 5 experts, which 2 ranks cannot share evenly"):
-        check_adapted_experts(decoder, ep=2, etp=1, zero_stage=0)
+        check_adapted_experts(Facts(decoder), ep=2, etp=1, zero_stage=0)
     with pytest.raises(mw.PlanError, match=r"adapters .* of whole experts.*set etp=1"):
-        check_adapted_experts(decoder, ep=1, etp=2, zero_stage=0)
+        check_adapted_experts(Facts(decoder), ep=1, etp=2, zero_stage=0)
     for kind, message in pool2.run_expecting_error(train, "dp2 zero3", "experts"):
         assert kind == "PlanError" and "experts' has adapters" in message and "Use zero_stage=2" in message

@@ -34,7 +34,7 @@ def recorded(model: nn.Module) -> list[str]:
     decoder = outline(model, instead="ParallelPlan()")
     names = {module: name for name, module in model.named_modules()}
     found = []
-    for record in (lambda: record_order(model, decoder.layers), lambda: record_context(decoder)):
+    for record in (lambda: record_order(decoder), lambda: record_context(decoder)):
         try:
             found.append(repr(plain(record(), names)))
         except PlanError as error:

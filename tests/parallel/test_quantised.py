@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.distribute.check_quantised import check_quantised
+from meshwright.facts import Facts
 from meshwright.layout.packed_weights import PackedMatrix, own_statistics
 from meshwright.layout.row_layout import RowLayout
 from meshwright.roles.blocks.block import cut_over_tp
@@ -269,7 +270,7 @@ def test_what_would_change_the_numbers_is_refused(what: str, plan: str, said: st
 
 def test_an_earlier_bitsandbytes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = quantised()
-    check_quantised(model, mw.ParallelPlan(dp=2), torch.device("cpu"))
+    check_quantised(Facts(model), mw.ParallelPlan(dp=2), torch.device("cpu"))
     monkeypatch.setattr(bnb, "__version__", "0.49.2")
     with pytest.raises(mw.PlanError, match=r"bitsandbytes 0.49.2 .*bitsandbytes>=0.50"):
-        check_quantised(model, mw.ParallelPlan(dp=2), torch.device("cpu"))
+        check_quantised(Facts(model), mw.ParallelPlan(dp=2), torch.device("cpu"))

@@ -157,7 +157,7 @@ def test_a_checkpoint_of_stages_is_that_of_one_process(pool2: Any, tmp_path: Pat
 def test_what_crosses_a_boundary() -> None:
     """T5's table is handed from layer to layer, and its encoder's result is one tensor for all layers."""
     model = build("t5")
-    order = record_order(model, find_decoder(model).layers)
+    order = record_order(find_decoder(model))
     assert not order.is_plain and order.hidden_size == 32 and {"encoder_hidden_states"} <= order.given
     for before in (1, 3):
         found = crossing(order.inputs, before)
@@ -165,7 +165,7 @@ def test_what_crosses_a_boundary() -> None:
         assert [one.source for _, one in found.inputs] == [before - 1, OUTSIDE] and found.end == before
     assert {"encoder.block.0", "encoder.block.1"} <= order.passing.keys()
     roformer = build("roformer")
-    order = record_order(roformer, find_decoder(roformer).layers)
+    order = record_order(find_decoder(roformer))
     assert [one.name for _, one in crossing(order.inputs, 2).inputs] == ["sinusoidal_pos"]
     assert why_not_cut(roformer, mw.ToDistributedConfig()) is not None
 
@@ -206,13 +206,13 @@ def test_what_only_an_earlier_stage_has_is_refused(place: int, is_of_embeddings:
     model.model.place, model.model.is_of_embeddings = place, is_of_embeddings
     plan = mw.ParallelPlan(pp=2, stages=(1, 3))
     with pytest.raises(mw.PlanError, match=says):
-        cut_decoder(model, find_decoder(model), plan, rank=0)
+        cut_decoder(find_decoder(model), plan, rank=0)
     if place == 2:  # the first stage has both
-        cut_decoder(model, find_decoder(model), mw.ParallelPlan(pp=2, stages=(2, 2)), rank=0)
+        cut_decoder(find_decoder(model), mw.ParallelPlan(pp=2, stages=(2, 2)), rank=0)
 
 
 @pytest.mark.quick
 def test_ranks_that_share_rows_are_refused() -> None:
     model = build("roformer")
     with pytest.raises(mw.PlanError, match=r"\(sinusoidal_pos\).*ParallelPlan\(cp=1\)"):
-        cut_decoder(model, find_decoder(model), mw.ParallelPlan(pp=2, cp=2), rank=0)
+        cut_decoder(find_decoder(model), mw.ParallelPlan(pp=2, cp=2), rank=0)

@@ -102,7 +102,7 @@ def test_the_first_stage_has_fewer_layers_for_its_tower() -> None:
     plan = mw.ParallelPlan(pp=4)
 
     def layers() -> list[int]:
-        return [len(span) for span in cut_decoder(model, decoder, plan, rank=0).spans]
+        return [len(span) for span in cut_decoder(decoder, plan, rank=0).spans]
 
     # The tower has 3 layers of 24 channels beside 8 of 32: as much work as 1.5 of them, and half of it if frozen.
     assert layers() == [1, 3, 2, 2]
@@ -115,7 +115,7 @@ def test_the_first_stage_has_the_layers_that_add_features() -> None:
     decoder = find_decoder(model)
 
     def layers(**plan: Any) -> list[int]:
-        return [len(span) for span in cut_decoder(model, decoder, mw.ParallelPlan(**plan), rank=0).spans]
+        return [len(span) for span in cut_decoder(decoder, mw.ParallelPlan(**plan), rank=0).spans]
 
     assert layers(pp=2) == [2, 2]
     assert layers(pp=3) == [2, 1, 1]

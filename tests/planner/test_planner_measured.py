@@ -125,7 +125,7 @@ def test_the_stages_are_those_of_the_runtime(is_frozen: bool) -> None:
     for tower in parts.towers:
         tower.requires_grad_(not is_frozen)
     shape = describe_model(model, mw.ToDistributedConfig())
-    cuts = [cut_decoder(model, parts, mw.ParallelPlan(pp=pp), rank=0).spans for pp in (2, 4)]
+    cuts = [cut_decoder(parts, mw.ParallelPlan(pp=pp), rank=0).spans for pp in (2, 4)]
     stages = [stage_layers(Candidate(pp=pp), shape) for pp in (2, 4)]
     assert stages == [tuple(map(len, spans)) for spans in cuts]
     assert stages[0][0] == (3 if is_frozen else 2)  # without the tower it would be 4

@@ -30,6 +30,7 @@ from meshwright.context.record import record_context
 from meshwright.context.token_wise import check_token_wise
 from meshwright.data.nested import leaves
 from meshwright.errors import OptimizerMismatchError, PlanError
+from meshwright.facts import Facts
 from meshwright.faults.together import on_first_rank
 from meshwright.mesh.host_memory import available_memory
 from meshwright.mesh.process_group import node_count, world_size
@@ -140,7 +141,7 @@ def why_not_cut(model: nn.Module, config: ToDistributedConfig) -> str | None:
     """
     decoder = without_wrappers(model)[1]
     try:
-        order = record_order(decoder, outline(decoder, config.sharding_plan, instead="ParallelPlan(pp=1)").layers)
+        order = record_order(outline(decoder, config.sharding_plan, instead="ParallelPlan(pp=1)"))
     except PlanError as error:
         return str(error)
     if not order.is_plain:
@@ -227,7 +228,7 @@ def _refusals(
     try:
         runnable = ParallelPlan(**plan.runnable_fields())
         check_methods(model, runnable.cut_axes, has_micro_batches=runnable.has_micro_batches)
-        check_adapted_experts(decoder, ep=plan.ep, etp=1, zero_stage=plan.zero_stage)
+        check_adapted_experts(Facts(decoder), ep=plan.ep, etp=1, zero_stage=plan.zero_stage)
         if plan.recompute == "full":
             check_recompute(decoder, plan.recomputed)
         if optimizer is not None:

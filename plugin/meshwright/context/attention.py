@@ -273,9 +273,10 @@ def attach_attention(
     _register()
     kinds = kinds or {}
     layers = set(decoder.layers)
-    beside = modules_beside(decoder.model, layers)
-    others = {decoder.model, *(m for m in beside if layers.isdisjoint(m.modules()))}
-    for module in decoder.model.modules():
+    facts = decoder.facts
+    beside = modules_beside(facts, layers)
+    others = {decoder.model, *(m for m in beside if layers.isdisjoint(facts.inside(m)))}
+    for module in facts.names:
         config = vars(module).get("config")
         if module not in others and hasattr(config, "_attn_implementation"):
             own = _ContextConfig.of(plain_config(config), attention, kinds.get(module))

@@ -90,7 +90,7 @@ class RecordedPass:
     def __init__(self, decoder: Decoder, length: int):
         self.length, self.sources = length, _Scans(length)
         self._layers = dict.fromkeys(decoder.layers)
-        self._owner = owner_of_layers(decoder.model, decoder.layers)
+        self._owner = owner_of_layers(decoder)
         self._last = RegionBorders(decoder).last
         self._begin()
 

@@ -14,6 +14,7 @@ from meshwright.data.loader import DistributedLoader
 from meshwright.data.nested import why_no_batch
 from meshwright.distribute.check_quantised import is_packed, is_quantised, method_of
 from meshwright.errors import AlreadyDistributedError, PlanError
+from meshwright.facts import Facts
 from meshwright.model_kinds import kind_of
 from meshwright.optim.runtime import find_runtime
 from meshwright.parallel.experts.router_record import OPTION
@@ -24,7 +25,7 @@ from meshwright.parallel.wrappers import wrapper_of
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.plan.foreign_names import NO_SCALER
 from meshwright.roles.blocks.adapted_experts import adapted_experts
-from meshwright.roles.blocks.experts import experts_of_own_code, roles_of_experts
+from meshwright.roles.blocks.experts import experts_of_own_code, routed_modules
 
 CALL = "to_distributed(model, optimizer, dataloader, plan=...)"
 
@@ -43,14 +44,15 @@ def check_arguments(model: object, optimizer: object, dataloader: object) -> Non
         _check_loader(dataloader)
 
 
-def check_model(model: nn.Module) -> None:
+def check_model(facts: Facts) -> None:
     """Raise if a model is already distributed, or has nothing to distribute.
 
     Raises:
         AlreadyDistributedError: if the model is distributed; the message says by what.
         PlanError: if the model has no parameters.
     """
-    if (wrapper := next(filter(None, map(wrapper_of, model.modules())), None)) is not None:
+    model = facts.model
+    if (wrapper := next(filter(None, map(wrapper_of, facts.names)), None)) is not None:
         raise AlreadyDistributedError(
             f"the model is wrapped by {wrapper} already; pass the plain module (before wrapping it), and let "
             "ParallelPlan.dp and zero_stage do what the wrapper did"
@@ -66,24 +68,25 @@ def check_model(model: nn.Module) -> None:
             "this model was distributed by an earlier call; leave this call out, or build a new model to change the "
             "plan"
         )
-    if inside := next((module for module in model.modules() if find_runtime(module) is not None), None):
+    if inside := next((module for module in facts.names if find_runtime(module) is not None), None):
         raise AlreadyDistributedError(
             f"the {type(inside).__name__} in this {type(model).__name__} was distributed by an earlier call; wrap it "
             "(get_peft_model) first, and distribute the wrapped model"
         )
-    parameters = list(model.named_parameters())
+    parameters = facts.parameters
     if not parameters:
         raise PlanError(f"{type(model).__name__} has no parameters to distribute")
-    for name, parameter in parameters:
+    for name, parameter in parameters.items():
         if hasattr(parameter, "meshwright"):
             raise AlreadyDistributedError(f"{name} is in a DataParallel or a sharded optimizer; build a new model")
         if hasattr(parameter, "placements"):
             raise AlreadyDistributedError(f"{name} is a DTensor already: the model was sharded by something else")
 
 
-def explained(error: PlanError, model: nn.Module, axes: Sequence[str]) -> PlanError:
+def explained(error: PlanError, facts: Facts, axes: Sequence[str]) -> PlanError:
     """Return the error for a model that these axes cannot cut; under tp it says what else the model can run."""
-    if is_packed(model):
+    model = facts.model
+    if is_packed(facts):
         return error
     if is_quantised(model):
         return PlanError(
@@ -93,9 +96,9 @@ def explained(error: PlanError, model: nn.Module, axes: Sequence[str]) -> PlanEr
         )
     if "tp" not in axes:
         return error
-    if any(map(roles_of_experts, model.modules())):
-        shared = "" if experts_of_own_code(model) else "plan='dp2 ep2', "
-        sharded = "dp2 zero2" if adapted_experts(model) else "dp2 zero3"
+    if routed_modules(facts):
+        shared = "" if experts_of_own_code(facts) else "plan='dp2 ep2', "
+        sharded = "dp2 zero2" if adapted_experts(facts) else "dp2 zero3"
         cure = f"{type(model).__name__} has experts, and runs without tp: {shared}plan='{sharded}' or plan='pp2'"
         return PlanError(f"{str(error).removesuffix('.')}. {cure}")
     kind = kind_of(getattr(model, "config", None))

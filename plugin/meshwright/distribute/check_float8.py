@@ -9,6 +9,7 @@ from torch import nn
 
 from meshwright.distribute.rows_apart import rows_are_apart
 from meshwright.errors import PlanError
+from meshwright.facts import Facts
 from meshwright.parallel.tensor_parallel.float8 import float8_layers
 from meshwright.parallel.tensor_parallel.structure import DecoderStructure
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
@@ -24,7 +25,7 @@ _LIBRARY = "torchao"
 
 
 def check_float8(
-    decoder: nn.Module,
+    facts: Facts,
     plan: ParallelPlan,
     config: ToDistributedConfig,
     structure: Decoder | None,
@@ -33,7 +34,7 @@ def check_float8(
     """Raise if a layer of low precision would not compute what it computes on one device.
 
     Args:
-        decoder: the model, without adapters around it.
+        facts: what the model without adapters around it shows.
         plan: the plan.
         config: the options of the call.
         structure: how the plan cuts the decoder; None if the plan does not cut it.
@@ -44,8 +45,8 @@ def check_float8(
     """
     if plan.dims.world_size == 1:
         return
-    _check_kinds(decoder, plan)
-    layers = dict(float8_layers(decoder))
+    _check_kinds(facts, plan)
+    layers = dict(float8_layers(facts))
     if not layers:
         return
     first = next(iter(layers))
@@ -75,11 +76,11 @@ def check_float8(
                 "(cast_config_weight_for_grad_input), and zero_stage=3 would gather it in float8 once for both. Write "
                 "Float8LinearConfig(..., enable_fsdp_float8_all_gather=False), or the same cast for both"
             )
-    for name, module, _ in routed_modules(decoder):
+    for name, module, _ in routed_modules(facts):
         _keep_out(layers, {module}, name, "not every rank has tokens for each expert")
     for name, module in mixers.items():
         _keep_out(layers, {module}, name, "its documents run as rows with padding between them")
-    beside = modules_left_out(decoder, structure)
+    beside = modules_left_out(facts, structure)
     _keep_out(layers, beside, "a tower", "only ranks whose rows have images or sound run it")
     if isinstance(structure, DecoderStructure):
         for name, layer in layers.items():
@@ -101,15 +102,15 @@ def check_float8(
             )
 
 
-def _check_kinds(model: nn.Module, plan: ParallelPlan) -> None:
+def _check_kinds(facts: Facts, plan: ParallelPlan) -> None:
     """Raise if a layer or a weight of torchao computes otherwise under a plan than on one device.
 
     Float8 with a scale for a tensor or a row is known. Another layer may be one for training with fake quantisation,
     whose scales are of whole weights and of each token: it is tried out, unless tp cuts its weight.
     """
-    known = {id(module) for _, layer in float8_layers(model) for module in layer.modules()}
+    known = {id(module) for _, layer in float8_layers(facts) for module in layer.modules()}
     apart: dict[str, bool] = {}
-    for name, module in model.named_modules():
+    for module, name in facts.names.items():
         own = type(module), *(type(parameter) for parameter in module.parameters(recurse=False))
         kind = next((kind for kind in own if kind.__module__.partition(".")[0] == _LIBRARY), None)
         if kind is None or id(module) in known:

@@ -13,6 +13,7 @@ from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from meshwright.errors import PlanError
+from meshwright.facts import Facts
 from meshwright.layout.packed_weights import packed_modules
 from meshwright.plan.config import ParallelPlan
 from meshwright.roles.decoder import ask
@@ -54,16 +55,16 @@ def finish_loading(model: nn.Module, optimizer: Optimizer | None = None) -> None
         group["params"] = [new for p in group["params"] if (new := gone.get(p, p)) is not None]
 
 
-def is_packed(model: nn.Module) -> bool:
+def is_packed(model: nn.Module | Facts) -> bool:
     """Return whether a model has weights of bitsandbytes, which a plan can cut in whole blocks."""
     return next(packed_modules(model), None) is not None
 
 
-def check_quantised(model: nn.Module, plan: ParallelPlan, device: torch.device) -> None:
+def check_quantised(facts: Facts, plan: ParallelPlan, device: torch.device) -> None:
     """Raise if a plan would change the numbers of a model's quantised weights.
 
     Args:
-        model: the model.
+        facts: what the model shows.
         plan: the plan.
         device: the device on which the model will run.
 
@@ -72,13 +73,14 @@ def check_quantised(model: nn.Module, plan: ParallelPlan, device: torch.device) 
     """
     if plan.dims.world_size == 1 and not plan.has_micro_batches:
         return  # nothing is cut: stock code has whole weights and whole batches, and so the numbers of one device
-    for name, parameter in model.named_parameters() if is_quantised(model) else ():
+    model = facts.model
+    for name, parameter in facts.parameters.items() if is_quantised(model) else ():
         if is_traceable_wrapper_subclass(parameter.data):
             raise PlanError(
                 f"{name} is quantised ({method_of(model)}): it is a {type(parameter.data).__name__}, whose parts are "
                 "not known here. Quantise with BitsAndBytesConfig, or load the model without quantization_config"
             )
-    for name, module in model.named_modules():
+    for module, name in facts.names.items():
         weight: Any = module._parameters.get("weight")
         own = getattr(weight, "__dict__", {})
         if own.get("has_fp16_weights") and hasattr(module, "state"):
@@ -92,7 +94,7 @@ def check_quantised(model: nn.Module, plan: ParallelPlan, device: torch.device) 
                 f"{name}.weight is not quantised yet, which bitsandbytes does when a module moves to a device, and a "
                 "part of it would get other statistics. Quantise the whole first: model.to(device)"
             )
-    for name, module, packing in packed_modules(model):
+    for name, module, packing in packed_modules(facts):
         if packing.block == 1:
             if (threshold := module.state.threshold) > 0:
                 raise PlanError(
@@ -119,7 +121,7 @@ def check_quantised(model: nn.Module, plan: ParallelPlan, device: torch.device) 
                 "could not be trained any more. Load the model again, and distribute it before it is evaluated"
             )
     if plan.tp > 1:
-        packed = {module: name for name, module, _ in packed_modules(model)}
+        packed = {module: name for name, module, _ in packed_modules(facts)}
         for find in ("get_input_embeddings", "get_output_embeddings"):
             if (end := ask(model, find)) in packed:
                 raise PlanError(

@@ -136,7 +136,7 @@ def install(build: Build, optimizer: Optimizer | None, *, seed: int) -> None:
         optimizer: the optimizer over the model's parameters, if the call has one.
         seed: the seed of the dropout streams, the same on all ranks.
     """
-    build = build.of(optimizer)
+    build = build.with_optimizer(optimizer)
     build.runtime.features.add(BatchFormat.of(getattr(build.decoder, "config", None), build.config.batch_dims))
     build.runtime.features.add(DropoutStreams(mesh=build.runtime.mesh, seed=seed))
     done: list[Callable[[Build], None]] = []

@@ -7,7 +7,6 @@ runs on a few random tokens, forward and backward, whole and cut over the ranks 
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 from collections.abc import Iterable
@@ -18,15 +17,16 @@ import torch
 from torch import nn
 
 from meshwright.context.token_trial import check_tokens_apart
-from meshwright.distribute.cuts import Cuts
+from meshwright.distribute.decide import with_roles
 from meshwright.errors import PlanError
+from meshwright.facts import Facts
 from meshwright.faults.together import texts_of_all
+from meshwright.features.decision import Decision
 from meshwright.mesh.axes import Mesh
 from meshwright.parallel.foreign_hooks import hooks_of, hooks_of_all_modules, is_foreign, source_of
 from meshwright.parallel.rehearsal.layer_calls import RandomValues, calls_of
 from meshwright.parallel.rehearsal.trial import TriedPart, differs, untouched
 from meshwright.parallel.tensor_parallel.structure import DecoderStructure
-from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.progress import is_first_rank
 from meshwright.roles import ShardingPlan
 from meshwright.roles.brought import Brought, kind_of
@@ -38,38 +38,33 @@ logger = logging.getLogger(__name__)
 _ROWS = 2
 
 
-def rehearsed(
-    decoder: nn.Module, cuts: Cuts, plan: ParallelPlan, config: ToDistributedConfig, mesh: Mesh, device: torch.device
-) -> Cuts:
-    """Return how the plan cuts a decoder, with the parts whole that a trial over the ranks of tp does not show equal.
+def rehearsed(decision: Decision, mesh: Mesh, device: torch.device) -> Decision:
+    """Return a decision with the parts whole that a trial over the ranks of tp does not show equal.
 
     Every rank must make the call, before weights are cut. Under cp, what a trial of some tokens does not show equal is
     refused.
 
     Args:
-        decoder: the decoder.
-        cuts: how the plan would cut it.
-        plan: the plan.
-        config: the options of the call.
+        decision: how the plan would cut the decoder.
         mesh: the axes.
         device: the device of the ranks' weights.
 
     Raises:
         PlanError: on every rank, if a part computes something else that cannot stay whole.
     """
-    structure = cuts.structure
-    if cuts.context is not None and structure is not None:
+    structure = decision.structure
+    if decision.context is not None and structure is not None:
         check_tokens_apart(structure, device)
     if not isinstance(structure, DecoderStructure) or mesh.tp.size == 1:
-        return cuts
-    rehearsal = _Rehearsal(decoder, structure, mesh, device)
+        return decision
+    rehearsal = _Rehearsal(structure, mesh, device)
     if hooked := _hooked_inside(structure, rehearsal.found()):
-        cuts = Cuts.of(decoder, plan, config, roles=keep_whole(structure.roles, decoder, hooked))
-        structure = cuts.structure
+        decision = with_roles(decision, keep_whole(structure.roles, decision.facts, hooked))
+        structure = decision.structure
         assert isinstance(structure, DecoderStructure)
         rehearsal.structure = structure
     roles = rehearsal.of_words(rehearsal.of_layers(structure.roles))
-    return cuts if roles is structure.roles else Cuts.of(decoder, plan, config, roles=roles)
+    return decision if roles is structure.roles else with_roles(decision, roles)
 
 
 def _hooked_inside(structure: DecoderStructure, brought: list[list[str]]) -> list[str]:
@@ -121,30 +116,26 @@ def _hooked_inside(structure: DecoderStructure, brought: list[list[str]]) -> lis
             "hooks of the program (%s) are inside of what tp cuts. So that they see whole values, %s%s stays whole on "
             "every rank, which is exact, but saves neither memory nor time for %.0f %% of the weights. Hooks on the "
             "block or the layer cost less",
-            source, of_first[0], others, _share(structure.model, names),
+            source, of_first[0], others, _share(structure.facts, names),
         )  # fmt: skip
     return names
 
 
-def _share(decoder: nn.Module, names: Iterable[str]) -> float:
+def _share(facts: Facts, names: Iterable[str]) -> float:
     """Return the share of the decoder's weights that some modules have, in percent."""
-    own = {p for name in names for p in decoder.get_submodule(name).parameters()}
-    return 100 * sum(p.numel() for p in own) / sum(p.numel() for p in decoder.parameters())
+    own = facts.parameters_inside(*(facts.modules[name] for name in names))
+    return 100 * sum(p.numel() for p in own) / sum(p.numel() for p in facts.parameters_inside(facts.model))
 
 
 class _Rehearsal:
     """The trials of one decoder's parts."""
 
-    def __init__(self, decoder: nn.Module, structure: DecoderStructure, mesh: Mesh, device: torch.device):
-        self.decoder, self.structure, self.mesh, self.device = decoder, structure, mesh, device
+    def __init__(self, structure: DecoderStructure, mesh: Mesh, device: torch.device):
+        self.facts, self.structure, self.mesh, self.device = structure.facts, structure, mesh, device
+        self.names = self.facts.names
         self.brought = Brought()
         self._inside: dict[nn.Module, list[str]] = {}
         self._length = 2 * mesh.tp.size
-
-    @functools.cached_property
-    def names(self) -> dict[nn.Module, str]:
-        """The first name of each module."""
-        return {module: name for name, module in reversed(list(self.decoder.named_modules(remove_duplicate=False)))}
 
     def inside(self, module: nn.Module) -> list[str]:
         """Return the names of what the program brought into a module, in it."""
@@ -178,7 +169,7 @@ class _Rehearsal:
             )
             if why := self._differs(part, roles):
                 self._say(_Kept((names[module],), module.get_submodule(own[0]), why))
-                roles = keep_whole(roles, self.decoder, (names[module],))
+                roles = keep_whole(roles, self.facts, (names[module],))
         return roles
 
     def _words(self, values: RandomValues) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -207,12 +198,15 @@ class _Rehearsal:
         whole: list[str] = []
         for layers in kinds.values():
             whole += self._whole_in(layers, norm, calls[layers[0]], roles)
-        return keep_whole(roles, self.decoder, whole) if whole else roles
+        return keep_whole(roles, self.facts, whole) if whole else roles
 
     def _calls(self, layers: list[nn.Module]) -> dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]]:
-        with untouched(self.decoder, self.device):
+        model = self.facts.model
+        with untouched(model, self.device):
             try:
-                found = calls_of(self.decoder, layers, rows=_ROWS, length=self._length, instead="ParallelPlan(tp=1)")
+                found = calls_of(
+                    self.facts.model, layers, rows=_ROWS, length=self._length, instead="ParallelPlan(tp=1)"
+                )
             except PlanError:
                 found = {}
         hidden = torch.empty(_ROWS, self._length, self.structure.embedding.embedding_dim, device="meta")
@@ -230,10 +224,10 @@ class _Rehearsal:
             return []
         owners = self._owners(layer, name) | ({} if norm is None else {self.names[norm]: norm})
         chosen = list(owners)
-        if chosen and not self._differs(part, keep_whole(roles, self.decoder, chosen)):
+        if chosen and not self._differs(part, keep_whole(roles, self.facts, chosen)):
             for one in owners if len(owners) > 1 else ():
                 others = [other for other in chosen if other != one]
-                if not self._differs(part, keep_whole(roles, self.decoder, others)):
+                if not self._differs(part, keep_whole(roles, self.facts, others)):
                     chosen = others
         elif self.structure.is_sequence_parallel:
             source = self.brought.source_of(next(iter(owners.values()), layer))
@@ -273,7 +267,7 @@ class _Rehearsal:
 
     def _say(self, kept: _Kept) -> None:
         """Say what stays whole, and refuse it where that is not exact."""
-        modules = [self.decoder.get_submodule(name) for name in kept.names]
+        modules = [self.facts.modules[name] for name in kept.names]
         name, others, source = kept.names[0], len(kept.names) - 1, self.brought.source_of(kept.own)
         if any(map(routes_tokens, modules)):
             raise PlanError(
@@ -287,7 +281,7 @@ class _Rehearsal:
             "rank, which is exact, but saves neither memory nor time for %.0f %% of the weights. To cut it, let it use "
             "each channel by itself, or use ParallelPlan(tp=1)",
             name, source, f" and {others} more" if others else "", kept.why,
-            _share(self.decoder, kept.names),
+            _share(self.facts, kept.names),
         )  # fmt: skip
 
 

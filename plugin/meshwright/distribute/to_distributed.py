@@ -21,40 +21,39 @@ from meshwright.data.loader import DistributedLoader, made_together
 from meshwright.data.peers import LoaderMesh
 from meshwright.distribute.attach_optimizer import complete, plan_to_complete
 from meshwright.distribute.check_arguments import check_arguments, check_model, check_plan
-from meshwright.distribute.check_float8 import check_float8
 from meshwright.distribute.check_launch import check_agreement, check_devices, check_launch
-from meshwright.distribute.check_quantised import check_quantised, finish_loading
+from meshwright.distribute.check_quantised import finish_loading
 from meshwright.distribute.compiled_before import check_compiled, plain_module
-from meshwright.distribute.cuts import Cuts
+from meshwright.distribute.decide import decide
 from meshwright.distribute.installation import distribute
 from meshwright.distribute.rehearse import rehearsed
 from meshwright.errors import PlanError
+from meshwright.facts import Facts
 from meshwright.faults.equal_errors import say_equal_texts_once
 from meshwright.faults.group_timeouts import set_timeouts
 from meshwright.faults.guard import Guard, start_guard
 from meshwright.faults.together import succeed_together
 from meshwright.features.build import Build
+from meshwright.features.decision import Decision
 from meshwright.mesh.axes import Mesh
 from meshwright.mesh.local_device import check_device_num, warn_of_unused_gpus
 from meshwright.mesh.process_group import device_for, start_process_group
 from meshwright.monitor.monitor import Preparation, start_monitor
-from meshwright.optim.elementwise import check_reads, declared
 from meshwright.optim.gradients import Engine
 from meshwright.optim.runtime import Runtime, Watch, WholeLogits, device_of, find_runtime
 from meshwright.optim.shard_state import check_ownership
 from meshwright.parallel.batch.flash_rows import flash_function, flash_implementation
 from meshwright.parallel.batch.items import BatchFormat
 from meshwright.parallel.batch.mixed_rows import check_embeddings, check_mixed_rows
-from meshwright.parallel.forward.compiled_layers import check_compile_options, layers_of, why_not_compiled
 from meshwright.parallel.losses.batch_loss import BatchLoss
 from meshwright.parallel.losses.causal_lm import CausalLMLoss
-from meshwright.parallel.losses.head_losses import LossKind, find_loss
+from meshwright.parallel.losses.head_losses import find_loss
 from meshwright.parallel.tensor_parallel.float8_weights import plain_weights
 from meshwright.plan.config import IN_PLAN, ParallelPlan, PlanLike, ToDistributedConfig
 from meshwright.plan.fields import either_name, names_checked
 from meshwright.plan.foreign_names import CALL_NAMES
 from meshwright.progress import is_first_rank
-from meshwright.roles.adapters import check_methods, without_wrappers
+from meshwright.roles.adapters import decoder_of, without_wrappers
 
 logger = logging.getLogger(__name__)
 
@@ -137,43 +136,27 @@ def _distribute(
     config: ToDistributedConfig,
 ) -> tuple[Optimizer | None, DistributedLoader | None]:
     """Distribute a plain module in place, and return the optimizer and a loader of this rank's rows."""
-    runtime = find_runtime(model)
-    if runtime is not None and (optimizer is not None or dataloader is not None):
-        check_devices(device_num, node_num)
-        return _complete(model, runtime, optimizer, dataloader, config)
-    check_model(model)
-    decoder = without_wrappers(model)[1]
-    finish_loading(decoder, optimizer)
-    if optimizer is not None:
-        check_ownership(model, optimizer)
-    loss = find_loss(decoder, config.loss_averages_over)
-    device = device_for(_starting_device(model))
     check_devices(device_num, node_num)
+    if (runtime := find_runtime(model)) is not None and (optimizer is not None or dataloader is not None):
+        return _complete(model, runtime, optimizer, dataloader, config)
+    # Until the ranks meet, each decides by itself, and changes nothing.
+    facts = _look(model, optimizer)
+    loss = find_loss(decoder_of(facts).model, config.loss_averages_over)
+    device = device_for(_starting_device(facts))
     check_device_num(device_num, device)
-    plan = given_plan(config) or plan_in_model(model, config)
-    is_picked = plan is None
-    if plan is None:
-        _join(device, config)
-        plan, reasons = pick_plan(model, optimizer, dataloader, config, node_num=node_num, device=device)
-        tell_reasons(reasons)
-    check_launch(plan)
-    cuts = _cuts(model, optimizer, plan, config, loss, device)
+    plan, is_picked = _choose(model, optimizer, dataloader, config, node_num, device)
+    decision = decide(facts, plan, config, optimizer=optimizer, loss=loss, device=device)
 
     mesh, guard = _meet(plan, config, device)
-    weights = _equal_weights(model, config, mesh, device)
+    weights = _equal_weights(facts, config, mesh, device)
     shown = None if config.logging_steps is None else Preparation.make(model, config, optimizer=optimizer)
-    format = BatchFormat.of(getattr(decoder, "config", None), config.batch_dims)
-    loader = None if dataloader is None else _make_loader(dataloader, mesh, device, config, format)
-    if loader is not None:
-        loader.feeds_causal_lm = loss is not None and loss.is_causal_lm
+    loader = None if dataloader is None else _make_loader(dataloader, mesh, device, decision)
     runtime = Runtime(mesh=mesh, guard=guard, plan=plan, plan_source=source_of_plan(config, is_picked=is_picked))
     if config.engine is not None:
         runtime.gradients.engine = Engine(config.engine)
     # A program that does not expect a pipeline may read evaluated logits.
     runtime.features.add(WholeLogits(in_training=config.gather_logits, in_evaluation=is_picked))
-    cuts = rehearsed(decoder, cuts, plan, config, mesh, device)
-    decided = vars(cuts.of_rank(mesh.pp.rank))
-    build = Build(model=model, plan=plan, config=config, loss=loss, runtime=runtime, device=device, **decided)
+    build = Build.of(rehearsed(decision, mesh, device), runtime, device)
     distribute(build, optimizer, weights.make)
 
     _warn_of_dtypes(model, optimizer, plan)
@@ -183,34 +166,33 @@ def _distribute(
     return optimizer, loader
 
 
-def _cuts(
+def _look(model: nn.Module, optimizer: Optimizer | None) -> Facts:
+    """Return what a model shows, when its loading has ended and nothing else has distributed it."""
+    finish_loading(without_wrappers(model)[1], optimizer)
+    facts = Facts(model)
+    check_model(facts)
+    if optimizer is not None:
+        check_ownership(model, optimizer)
+    return facts
+
+
+def _choose(
     model: nn.Module,
     optimizer: Optimizer | None,
-    plan: ParallelPlan,
+    dataloader: Iterable[Any] | None,
     config: ToDistributedConfig,
-    loss: LossKind | None,
+    node_num: int | None,
     device: torch.device,
-) -> Cuts:
-    """Decide how a plan cuts a model, before the ranks meet.
-
-    Raises:
-        PlanError: if this version cannot run the plan with the model, the optimizer and the options.
-    """
-    decoder = without_wrappers(model)[1]
-    if optimizer is not None:
-        check_reads(optimizer, reads=declared(config), plan=plan)
-    check_embeddings(model, plan, config.engine)
-    check_mixed_rows(model, plan)
-    check_methods(model, plan.cut_axes, has_micro_batches=plan.has_micro_batches)
-    check_quantised(model, plan, device)
-    check_plan(decoder, plan, config.engine, loss)
-    cuts = Cuts.of(decoder, plan, config)
-    if config.compile is not None:
-        check_compile_options(config.compile_options or {}, has_collectives=plan.tp > 1)
-        if (reason := why_not_compiled(layers_of(decoder, cuts.structure), plan, config.engine)) is not None:
-            raise PlanError(reason)
-    check_float8(decoder, plan, config, cuts.structure, cuts.mixers)
-    return cuts
+) -> tuple[ParallelPlan, bool]:
+    """Return the plan that is given, or saved in the model's config, or picked; and whether it is picked."""
+    plan = given_plan(config) or plan_in_model(model, config)
+    is_picked = plan is None
+    if plan is None:
+        _join(device, config)
+        plan, reasons = pick_plan(model, optimizer, dataloader, config, node_num=node_num, device=device)
+        tell_reasons(reasons)
+    check_launch(plan)
+    return plan, is_picked
 
 
 def _meet(plan: ParallelPlan, config: ToDistributedConfig, device: torch.device) -> tuple[Mesh, Guard | None]:
@@ -225,9 +207,9 @@ def _meet(plan: ParallelPlan, config: ToDistributedConfig, device: torch.device)
     return mesh, guard
 
 
-def _equal_weights(model: nn.Module, config: ToDistributedConfig, mesh: Mesh, device: torch.device) -> InitialWeights:
+def _equal_weights(facts: Facts, config: ToDistributedConfig, mesh: Mesh, device: torch.device) -> InitialWeights:
     """Find the weights to begin with, and make those that the ranks have built equal."""
-    attention = flash_implementation(model.modules())
+    model, attention = facts.model, flash_implementation(facts.names)
     succeed_together(lambda: attention is not None and flash_function(attention))  # whose package may not load
     source = settled(config.weights)
     weights = succeed_together(lambda: InitialWeights.find(model, source))
@@ -290,14 +272,15 @@ def _complete(
     """Add an optimizer or a loader to a model that was distributed without one."""
     runtime.check_own("to_distributed", "pass the optimizer and the loader to its own initialize, with a new model")
     plan = plan_to_complete(runtime, model, optimizer, config)
-    check_embeddings(model, plan, runtime.engine)
-    check_mixed_rows(model, plan)
+    facts = Facts(model)
+    check_embeddings(facts, plan, runtime.engine)
+    check_mixed_rows(facts, plan)
     loss = runtime.features.find(BatchLoss)
     check_plan(without_wrappers(model)[1], plan, None, loss)
     loader = None
     if dataloader is not None:
         format = runtime.features.get(BatchFormat)
-        loader = _make_loader(dataloader, runtime.mesh, device_of(model), config, format)
+        loader = _loader(dataloader, runtime.mesh, device_of(model), config, format)
         loader.feeds_causal_lm = isinstance(loss, CausalLMLoss)
     shows = config.logging_steps is not None and runtime.features.find(Watch) is None
     shown = Preparation.make(model, config, optimizer=optimizer) if shows else None
@@ -308,18 +291,25 @@ def _complete(
     return optimizer, loader
 
 
-def _make_loader(
+def _make_loader(dataloader: Iterable[Any], mesh: Mesh, device: torch.device, decision: Decision) -> DistributedLoader:
+    format = BatchFormat.of(getattr(decision.decoder, "config", None), decision.config.batch_dims)
+    loader = _loader(dataloader, mesh, device, decision.config, format)
+    loader.feeds_causal_lm = decision.is_causal_lm
+    return loader
+
+
+def _loader(
     dataloader: Iterable[Any], mesh: Mesh, device: torch.device, config: ToDistributedConfig, format: BatchFormat
 ) -> DistributedLoader:
     loader_mesh = LoaderMesh.of(mesh, device)
     return made_together(lambda: DistributedLoader(dataloader, loader_mesh, options=config.loader, format=format))
 
 
-def _starting_device(model: nn.Module) -> torch.device:
+def _starting_device(facts: Facts) -> torch.device:
     """Return the model's device; for a model without memory, CUDA if there is any."""
-    if any(parameter.is_meta for parameter in model.parameters()):
+    if any(parameter.is_meta for parameter in facts.parameters.values()):
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return device_of(model)
+    return device_of(facts.model)
 
 
 _WRITE = "write model, optimizer, loader = to_distributed(model, optimizer, loader)"

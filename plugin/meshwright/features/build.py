@@ -1,163 +1,36 @@
-"""One model and everything that was decided about it, which the parts of a plan read when they are installed."""
+"""A decision and the objects that carry it out, which the parts of a plan read when they are installed."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
-from meshwright.context.record import ContextRecord
-from meshwright.layout.tensor_layout import TensorLayout
+from meshwright.features.decision import Decision
 from meshwright.optim.runtime import Runtime
-from meshwright.parallel.forward.coupled_rows import has_stock_loss
-from meshwright.parallel.losses.head_losses import LossKind
-from meshwright.parallel.losses.token_loss import calls_cross_entropy
-from meshwright.parallel.tensor_parallel.structure import DecoderStructure
-from meshwright.pipeline.cut import Cut, with_stages
-from meshwright.plan.config import ParallelPlan, ToDistributedConfig
-from meshwright.roles import Decoder
-from meshwright.roles.adapters import without_wrappers
-from meshwright.roles.blocks.adapted_experts import adapter_layouts
-from meshwright.roles.blocks.experts import expert_layouts
-from meshwright.roles.decoder import all_towers, modules_apart, modules_left_out
 
 
 @dataclass(frozen=True, kw_only=True)
-class Build:
-    """One model and everything that was decided about it.
+class Build(Decision):
+    """What was decided about one model, and the objects that carry it out.
 
     Args:
-        model: the user's model, with adapters and other wrappers around its decoder.
-        plan: the plan to carry out.
-        config: the options of the call.
-        structure: how the plan cuts the decoder; None if the plan does not cut it.
-        cut: which layers and weights this rank's pipeline stages hold; None without a pipeline.
-        mixers: the modules of the layers with recurrences or convolutions over tokens, by name.
-        context: what the layers and attentions of the decoder are given; None without context parallelism.
-        loss: what the model's loss averages over; None if unknown.
         runtime: the state that the model will carry; it holds this rank's axes.
         device: the device of this rank's weights.
         optimizer: the optimizer over the model's parameters, if the call has one.
     """
 
-    model: Any
-    plan: ParallelPlan
-    config: ToDistributedConfig
-    structure: Decoder | None
-    loss: LossKind | None
     runtime: Runtime
     device: torch.device
-    mixers: Mapping[str, nn.Module] = field(default_factory=dict)
-    cut: Cut | None = None
-    context: ContextRecord | None = None
     optimizer: Optimizer | None = None
 
-    def of(self, optimizer: Optimizer | None) -> Build:
-        """Return the same decisions for a call with an optimizer."""
+    @classmethod
+    def of(cls, decision: Decision, runtime: Runtime, device: torch.device) -> Build:
+        """Return a decision for this rank of pp, with the objects that carry it out."""
+        return cls(**vars(decision.of_rank(runtime.mesh.pp.rank)), runtime=runtime, device=device)
+
+    def with_optimizer(self, optimizer: Optimizer | None) -> Build:
+        """Return the same for a call with an optimizer."""
         return dataclasses.replace(self, optimizer=optimizer)
-
-    @property
-    def decoder(self) -> Any:
-        """The model inside of adapters and other wrappers."""
-        return without_wrappers(self.model)[1]
-
-    @property
-    def owners(self) -> list[nn.Module]:
-        """The model and its decoder, each once: with adapters, a program may call or save either."""
-        return list(dict.fromkeys((self.model, self.decoder)))
-
-    @property
-    def layouts(self) -> dict[str, TensorLayout]:
-        """The layout of each parameter of the decoder, by its name in the whole model; empty if all stay whole."""
-        if not self.cuts_weights:
-            return {}
-        prefix, decoder = without_wrappers(self.model)
-        if self.tensor_structure is not None:
-            layouts = self.tensor_structure.parameters
-        else:
-            named = decoder.named_parameters(remove_duplicate=False)
-            layouts = {name: TensorLayout.whole(parameter) for name, parameter in named}
-        layouts = {**layouts, **expert_layouts(decoder, ep=self.plan.ep, etp=self.plan.etp)}
-        layouts |= adapter_layouts(decoder, self.plan.ep)
-        layouts = layouts if self.cut is None else with_stages(layouts, self.cut)
-        return {prefix + name: layout for name, layout in layouts.items()}
-
-    @property
-    def cuts_weights(self) -> bool:
-        """Whether a rank may hold a part of a weight, or none of it."""
-        return bool(self.plan.weight_axes)
-
-    @property
-    def tensor_structure(self) -> DecoderStructure | None:
-        """The structure, if the plan has tensor parallelism."""
-        return self.structure if isinstance(self.structure, DecoderStructure) else None
-
-    @property
-    def towers(self) -> tuple[nn.Module, ...]:
-        """The towers beside the decoder, for images or sound; the whole model if its decoder is not known."""
-        return all_towers(self.decoder, self.structure)
-
-    @property
-    def beside(self) -> set[nn.Module]:
-        """The modules that a forward pass may leave out, depending on its inputs; none without towers."""
-        return modules_left_out(self.decoder, self.structure)
-
-    @property
-    def apart(self) -> set[nn.Module]:
-        """The modules that a forward pass may run for some rows only, and so on some ranks only."""
-        return modules_apart(self.decoder, self.structure)
-
-    @property
-    def may_couple_rows(self) -> bool:
-        """Whether dp splits rows that a stock loss of unknown kind may compare with each other."""
-        is_known = self.loss is not None and self.config.loss_averages_over is None
-        is_cut = self.plan.pp > 1 or self.plan.cp > 1 or self.config.engine is not None
-        return self.plan.dp > 1 and not is_known and not is_cut and has_stock_loss(self.decoder)
-
-    @property
-    def is_split(self) -> bool:
-        """Whether a batch runs as several micro-batches."""
-        return self.plan.has_micro_batches or self.plan.pp > 1
-
-    @property
-    def head(self) -> Any:
-        """The module that computes the logits; None if there is none."""
-        if self.structure is not None:
-            return self.structure.head
-        find = getattr(self.decoder, "get_output_embeddings", None)
-        return find() if callable(find) else None
-
-    @property
-    def is_sequence_parallel(self) -> bool:
-        """Whether each rank of tp has its own tokens between the blocks."""
-        return self.tensor_structure is not None and self.tensor_structure.is_sequence_parallel
-
-    @property
-    def sharded_words(self) -> int:
-        """The number of words in the full vocabulary if tp shards it, and otherwise 0."""
-        return self.tensor_structure.vocab_size if self.tensor_structure else 0
-
-    @property
-    def is_causal_lm(self) -> bool:
-        """Whether the loss is the causal-LM loss."""
-        return self.loss is not None and self.loss.is_causal_lm
-
-    @property
-    def has_sharded_loss(self) -> bool:
-        """Whether the loss takes logits that are sharded over the vocabulary."""
-        return self.is_causal_lm and not self.config.gather_logits and self.tensor_structure is not None
-
-    @property
-    def has_head_loss(self) -> bool:
-        """Whether training with labels needs no logits but for the loss, which can compute them in chunks."""
-        # An engine gathers weights by hooks of its own. Under gpipe the last stage would hold the gradient of the
-        # head's weight once for each micro-batch.
-        is_single = self.cut is None or self.cut.schedule != "gpipe"
-        # A loss that the forward itself computes is of the labels of all tokens, and a rank of cp has some of them.
-        is_known = self.is_causal_lm or (self.context is None and calls_cross_entropy(self.decoder))
-        return is_known and not self.config.gather_logits and self.runtime.engine is None and is_single

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.errors import PlanError
+from meshwright.facts import Facts
 from meshwright.layout.row_layout import RowLayout
 
 if TYPE_CHECKING:
@@ -128,15 +129,15 @@ def stored_shape(weight: Tensor) -> torch.Size:
     return (None if packing is None else packing.stored_shape) or weight.shape
 
 
-def packed_modules(model: nn.Module) -> Iterator[tuple[str, Any, PackedMatrix]]:
+def packed_modules(model: nn.Module | Facts) -> Iterator[tuple[str, Any, PackedMatrix]]:
     """Yield the modules with a packed weight: the name, the module, and how its weight is stored."""
-    for name, module in model.named_modules():
+    for module, name in Facts.of(model).names.items():
         packing = PackedMatrix.of(module._parameters.get("weight"))
         if packing is not None:
             yield name, module, packing
 
 
-def statistics_of(model: nn.Module) -> list[Tensor]:
+def statistics_of(model: nn.Module | Facts) -> list[Tensor]:
     """Return the statistics of all packed weights of a model."""
     found: list[Tensor | None] = []
     for _, module, packing in packed_modules(model):
@@ -161,7 +162,7 @@ def state_without_packed(model: nn.Module) -> dict[str, Tensor]:
     return {name: x for name, x in state.items() if id(x) in own or not name.startswith(tuple(packed))}
 
 
-def packed_without_values(model: nn.Module) -> dict[str, Tensor]:
+def packed_without_values(model: nn.Module | Facts) -> dict[str, Tensor]:
     """Return the packed weights on the meta device, by name."""
     found = {f"{name}.weight".lstrip("."): module.weight for name, module, _ in packed_modules(model)}
     return {name: weight for name, weight in found.items() if weight.is_meta}

@@ -78,12 +78,11 @@ class Cut:
         return frozenset(i for stage in self.own for i in self.spans[stage])
 
 
-def cut_decoder(decoder: nn.Module, structure: Decoder, plan: ParallelPlan, *, rank: int) -> Cut:
+def cut_decoder(decoder: Decoder, plan: ParallelPlan, *, rank: int) -> Cut:
     """Cut a decoder into the virtual stages of a plan, without changing it.
 
     Args:
         decoder: the decoder, with or without memory.
-        structure: its structure.
         plan: the plan; its ``pp``, ``schedule``, ``chunks`` and ``stages`` say how to cut.
         rank: this rank's place in the pipeline.
 
@@ -91,20 +90,20 @@ def cut_decoder(decoder: nn.Module, structure: Decoder, plan: ParallelPlan, *, r
         PlanError: if the decoder cannot be cut, or has fewer layers than the plan has virtual stages.
     """
     count = plan.pp * plan.stages_per_rank
-    sizes = _sizes(plan, structure, count)
+    sizes = _sizes(plan, decoder, count)
     ends = [0, *accumulate(sizes)]
     spans = tuple(range(low, high) for low, high in pairwise(ends))
-    order = record_order(decoder, structure.layers)
+    order = record_order(decoder)
     _check_crossing(order, plan, [span.start for span in spans[1:]])
     cut = Cut(
-        layers=structure.layers,
+        layers=decoder.layers,
         spans=spans,
         order=order,
-        has_towers=bool(structure.towers),
+        has_towers=bool(decoder.towers),
         schedule=plan.schedule,
         size=plan.pp,
         rank=rank,
-        stages_of=_stages_of(decoder, structure.layers, spans, order),
+        stages_of=_stages_of(decoder, spans, order),
     )
     _check_shared(cut)
     return cut
@@ -159,22 +158,20 @@ def _sizes(plan: ParallelPlan, structure: Decoder, count: int) -> Sequence[int]:
         raise PlanError(f"ParallelPlan.pp={plan.pp}: {error}{cure if count > layers else ''}") from None
 
 
-def _stages_of(
-    decoder: nn.Module, layers: tuple[nn.Module, ...], spans: tuple[range, ...], order: LayerOrder
-) -> dict[str, tuple[int, ...]]:
+def _stages_of(decoder: Decoder, spans: tuple[range, ...], order: LayerOrder) -> dict[str, tuple[int, ...]]:
     stage_of_layer = {i: stage for stage, span in enumerate(spans) for i in span}
     found: dict[int, set[int]] = {}
+    facts = decoder.facts
     for stage, modules in [
-        *((stage_of_layer[i], layer.modules()) for i, layer in enumerate(layers)),
-        *((0, [decoder.get_submodule(name)]) for name in order.before),
-        *((len(spans) - 1, [decoder.get_submodule(name)]) for name in order.after),
+        *((stage_of_layer[i], facts.inside(layer)) for i, layer in enumerate(decoder.layers)),
+        *((0, [facts.modules[name]]) for name in order.before),
+        *((len(spans) - 1, [facts.modules[name]]) for name in order.after),
     ]:
         for module in modules:
             for parameter in module.parameters(recurse=False):
                 found.setdefault(id(parameter), set()).add(stage)
     # The first stage holds what no module that ran has.
-    named = list(decoder.named_parameters(remove_duplicate=False))
-    return {name: tuple(sorted(found.get(id(parameter), {0}))) for name, parameter in named}
+    return {name: tuple(sorted(found.get(id(parameter), {0}))) for name, parameter in facts.parameters.items()}
 
 
 def with_stages(layouts: dict[str, TensorLayout], cut: Cut) -> dict[str, TensorLayout]:

@@ -24,7 +24,7 @@ from meshwright.parallel.fake_passes.sources import OUTSIDE, Sources
 from meshwright.parallel.method_chain import arguments
 from meshwright.parallel.tensor_parallel.block_boundary import hidden_states
 from meshwright.pipeline.layer_inputs import HIDDEN, InputRecorder, LayerInput, Returned
-from meshwright.roles.decoder import is_stack, owner_of_layers, towers_beside
+from meshwright.roles.decoder import Decoder, owner_of_layers, stacks_of
 
 _ROWS, _LENGTH = 2, 8
 
@@ -64,25 +64,25 @@ class LayerOrder:
         return self.hidden_size is not None and not any(self.inputs)
 
 
-def record_order(model: nn.Module, layers: tuple[nn.Module, ...]) -> LayerOrder:
+def record_order(decoder: Decoder) -> LayerOrder:
     """Run a decoder on fake tensors, and return what its forward does around its layers.
 
     Args:
-        model: the decoder, with or without memory. It is not changed.
-        layers: the decoder's layers, in order.
+        decoder: the decoder, with or without memory. It is not changed.
 
     Raises:
         PlanError: if the layers cannot be cut into stages: one is at two places, they do not run once each and in
             order, or weights are used between them.
     """
+    model, layers = decoder.model, decoder.layers
     for layer in layers:
         if layers.count(layer) > 1:
-            places = [name for name, module in model.named_modules(remove_duplicate=False) if module is layer]
+            places = [name for name, module in decoder.facts.modules.items() if module is layer]
             raise PlanError(
                 f"{' and '.join(places)} are one module, and a pipeline runs each layer at one place. Use "
                 f"ParallelPlan(pp=1), or give each place a layer of its own: copy.deepcopy({places[0]})"
             )
-    recorder, output = _recorded(model, layers)
+    recorder, output = _recorded(decoder)
     names = {field.name for field in dataclasses.fields(output)} if dataclasses.is_dataclass(output) else set()
     if not isinstance(output, MutableMapping) or not {"loss", "logits"} <= {*output, *names}:
         raise PlanError(
@@ -94,17 +94,17 @@ def record_order(model: nn.Module, layers: tuple[nn.Module, ...]) -> LayerOrder:
     return order
 
 
-def _recorded(model: nn.Module, layers: tuple[nn.Module, ...]) -> tuple[_Recorder, Any]:
+def _recorded(decoder: Decoder) -> tuple[_Recorder, Any]:
     """Return the record of a fake pass, and its output. The labels are of tokens, of rows, or left out."""
     first: PlanError | None = None
     # What the stages have of the load-balancing loss crosses as numbers of its own.
-    options = {} if forward_with_router_loss(model) is None else {OPTION: False}
+    options = {} if forward_with_router_loss(decoder.model) is None else {OPTION: False}
     for labels in ((_ROWS, _LENGTH), (_ROWS,), None):
-        recorder = _Recorder(model, layers)
+        recorder = _Recorder(decoder)
         try:
             with recorder.watching():
                 return recorder, run_without_values(
-                    model,
+                    decoder.model,
                     rows=_ROWS,
                     length=_LENGTH,
                     labels=labels,
@@ -121,12 +121,11 @@ def _recorded(model: nn.Module, layers: tuple[nn.Module, ...]) -> tuple[_Recorde
 class _Recorder:
     """Hooks that record the order in which layers and other modules with weights run."""
 
-    def __init__(self, model: nn.Module, layers: tuple[nn.Module, ...]):
-        self.model, self.layers = model, layers
-        self._names = {module: name for name, module in model.named_modules()}
-        self._index = {layer: i for i, layer in enumerate(layers)}
-        stacks = [s for tower in towers_beside(model, layers) for s in tower.modules() if is_stack(s)]
-        self._of_towers = {layer for stack in stacks for layer in stack.children()} - set(layers)
+    def __init__(self, decoder: Decoder):
+        self.decoder, self.facts, self.layers = decoder, decoder.facts, decoder.layers
+        self._index = {layer: i for i, layer in enumerate(self.layers)}
+        stacks = stacks_of(self.facts).keys() & {m for tower in decoder.towers for m in self.facts.inside(tower)}
+        self._of_towers = {layer for stack in stacks for layer in stack.children()} - set(self.layers)
         self.sources = Sources()
 
     def _begin(self, *_: object) -> None:
@@ -136,21 +135,21 @@ class _Recorder:
         self._shapes: set[tuple[int, ...]] = set()
         self._passing: dict[str, Returned] = {}
         self._given: set[str] = set()
-        for parameter in self.model.parameters():
+        for parameter in self.facts.parameters.values():
             self.sources.set(parameter, [OUTSIDE])
         self._is_inside = False  # a layer runs
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        handles: list[RemovableHandle] = [self.model.register_forward_pre_hook(self._begin)]
-        owner = owner_of_layers(self.model, self.layers)
+        handles: list[RemovableHandle] = [self.facts.model.register_forward_pre_hook(self._begin)]
+        owner = owner_of_layers(self.decoder)
         handles.append(owner.register_forward_pre_hook(self._enter_owner, with_kwargs=True))
         for layer in self._of_towers:
             handles.append(layer.register_forward_hook(self._leave_tower_layer, with_kwargs=True))
         for layer in self.layers:
             handles.append(layer.register_forward_pre_hook(self._enter_layer, with_kwargs=True))
             handles.append(layer.register_forward_hook(self._leave_layer))
-        for module in self.model.modules():
+        for module in self.facts.names:
             if module not in self._index and next(module.parameters(recurse=False), None) is not None:
                 handles.append(module.register_forward_pre_hook(self._enter_other))
         try:
@@ -173,7 +172,7 @@ class _Recorder:
     def _leave_layer(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         self._is_inside = False
         if layer is self.layers[-1]:
-            for parameter in self.model.parameters():  # the last stage has the weights that are used from now on
+            for parameter in self.facts.model.parameters():  # the last stage has the weights that are used from now on
                 self.sources.set(parameter, [])
         return self._inputs.leave(self._index[layer], output)
 
@@ -181,11 +180,11 @@ class _Recorder:
         x, _ = hidden_states(args, kwargs)
         leaves, spec = tree_flatten(output)
         if isinstance(leaves[0], Tensor) and (leaves[0].shape, leaves[0].dtype) == (x.shape, x.dtype):
-            self._passing[self._names[layer]] = Returned(spec=spec, values=(HIDDEN, *[None] * (len(leaves) - 1)))
+            self._passing[self.facts.names[layer]] = Returned(spec=spec, values=(HIDDEN, *[None] * (len(leaves) - 1)))
 
     def _enter_other(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if not self._is_inside:
-            self._events.append(self._names[module])
+            self._events.append(self.facts.names[module])
 
     def check_result(self, output: Any) -> None:
         """Raise if the model computes its loss from more than the result of the last layer."""
@@ -194,8 +193,8 @@ class _Recorder:
         if result is not None and (others := self.sources.of(result) - {last}):
             what = "what it computes before them" if min(others) < 0 else f"the result of layer {min(others)}"
             raise PlanError(
-                f"{type(self.model).__name__} computes its loss from the result of its last layer and from {what}, "
-                "which the last stage of a pipeline does not have. Use ParallelPlan(pp=1)"
+                f"{type(self.facts.model).__name__} computes its loss from the result of its last layer and from "
+                f"{what}, which the last stage of a pipeline does not have. Use ParallelPlan(pp=1)"
             )
 
     def order(self, output_kind: type, routers: RouterRecord | None) -> LayerOrder:
@@ -205,7 +204,7 @@ class _Recorder:
             PlanError: if the layers did not run once each and in order, or weights were used between them.
         """
         ran = [event for event in self._events if isinstance(event, int)]
-        kind = type(self.model).__name__
+        kind = type(self.facts.model).__name__
         if ran != list(range(len(self.layers))):
             raise PlanError(
                 f"the layers of {kind} do not run once each and in the order of their list, so they cannot be cut "

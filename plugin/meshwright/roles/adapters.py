@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from meshwright.errors import PlanError
+from meshwright.facts import Facts, fact
 from meshwright.replaced_method import replace_method
 
 
@@ -33,6 +34,13 @@ def without_wrappers(model: nn.Module) -> tuple[str, nn.Module]:
         name, model = children
         prefix += f"{name}."
     return prefix, model
+
+
+@fact
+def decoder_of(facts: Facts) -> Facts:
+    """Return what a model shows inside of PEFT's wrappers."""
+    decoder = without_wrappers(facts.model)[1]
+    return facts if decoder is facts.model else facts.part(decoder)
 
 
 def wrapped(model: nn.Module) -> tuple[str, nn.Module] | None:

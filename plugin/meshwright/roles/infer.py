@@ -10,14 +10,15 @@ from collections.abc import Mapping
 
 from torch import nn
 
+from meshwright.facts import Facts
 from meshwright.roles.adapters import is_adapted
 from meshwright.roles.blocks import BLOCKS, KINDS, Experts, keeps_states, recurrences
-from meshwright.roles.decoder import Decoder, find_decoder, hidden_size, is_norm, is_stack, layer_stack
+from meshwright.roles.decoder import Decoder, find_decoder, hidden_size, is_norm, layer_stack, stacks_of
 from meshwright.roles.family_hints import hinted_roles, named_in, roles_inside
 from meshwright.roles.sharding_plan import BlockPart, Role, ShardingPlan
 
 
-def infer_plan(model: nn.Module, hints: Mapping[str, Role] | None = None) -> ShardingPlan:
+def infer_plan(model: nn.Module | Facts, hints: Mapping[str, Role] | None = None) -> ShardingPlan:
     """Infer which module of a decoder plays which role.
 
     Roles of fused projections are not inferred, since a shape does not show whether the rows are ordered by kind or by
@@ -25,22 +26,23 @@ def infer_plan(model: nn.Module, hints: Mapping[str, Role] | None = None) -> Sha
     both, or register a plan.
 
     Args:
-        model: the decoder.
+        model: the decoder, or its facts.
         hints: the roles that the structure does not show: end of a name inside a layer -> role.
 
     Raises:
         PlanError: if no stack of decoder layers is found.
     """
-    decoder = find_decoder(model)
-    layers_name, layers = layer_stack(model)
+    facts = Facts.of(model)
+    decoder = find_decoder(facts)
+    layers_name, layers = layer_stack(facts)
     assert isinstance(decoder.embedding, nn.Embedding)
     hidden = hidden_size(layers, decoder.embedding)
     roles = {f"{layers_name}.*": Role.LAYER} | _outer_roles(decoder)
     of_layers = [(layer, _layer_roles(layer, hidden, hints or {})) for layer in layers]
-    if keeps_states(model):
+    if keeps_states(facts.model):
         of_layers = [(layer, _with_recurrences(layer, hidden, hints or {}, own)) for layer, own in of_layers]
     roles |= _common_roles(layers_name, of_layers)
-    return ShardingPlan(roles=roles, source=f"the plan inferred from the structure of {type(model).__name__}")
+    return ShardingPlan(roles=roles, source=f"the plan inferred from the structure of {type(facts.model).__name__}")
 
 
 def _outer_roles(decoder: Decoder) -> dict[str, Role]:
@@ -51,12 +53,13 @@ def _outer_roles(decoder: Decoder) -> dict[str, Role]:
     Each rank has all tokens before and after the layers, so a module that is not sharded over the vocabulary stays
     whole, and so does a tower.
     """
-    model = decoder.model
+    facts = decoder.facts
     own: dict[nn.Module | None, Role] = {decoder.final_norm: Role.FINAL_NORM, decoder.head: Role.HEAD}
-    own |= dict.fromkeys(_tied_to(decoder.embedding, model), Role.EMBEDDING)
-    named = list(model.named_modules(remove_duplicate=False))
-    of_towers = {module for tower in decoder.towers for module in tower.modules()}
-    stacks = tuple(f"{name}." for name, module in named if is_stack(module) and module not in of_towers)
+    own |= dict.fromkeys(_tied_to(decoder.embedding, facts), Role.EMBEDDING)
+    named = list(facts.modules.items())
+    of_towers = {module for tower in decoder.towers for module in facts.inside(tower)}
+    of_layers = stacks_of(facts).keys() - of_towers
+    stacks = tuple(f"{name}." for name, module in named if module in of_layers)
     cut = tuple(f"{name}." for name, module in named if module is decoder.head or is_adapted(module))
     roles: dict[str, Role] = {}
     for name, module in named:
@@ -82,10 +85,10 @@ def _with_tied_bias(
     return roles
 
 
-def _tied_to(embedding: nn.Module, model: nn.Module) -> list[nn.Module]:
+def _tied_to(embedding: nn.Module, facts: Facts) -> list[nn.Module]:
     """Return the embeddings with the weight of ``embedding``, such as those of an encoder and a decoder."""
     weight = embedding._parameters.get("weight")
-    tied = (m for m in model.modules() if isinstance(m, nn.Embedding) and m._parameters.get("weight") is weight)
+    tied = (m for m in facts.names if isinstance(m, nn.Embedding) and m._parameters.get("weight") is weight)
     return list(dict.fromkeys((embedding, *tied)))
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from meshwright.errors import PlanError
+from meshwright.facts import Facts, fact
 from meshwright.roles.blocks.experts import roles_of_experts
 from meshwright.roles.family_hints import hints_of
 from meshwright.roles.infer import infer_plan
@@ -50,33 +51,36 @@ def register_plan(model_type: str, plan: ShardingPlan) -> None:
     _PLANS[model_type] = plan
 
 
-def plan_for(model: nn.Module) -> ShardingPlan:
-    """Return the sharding plan in the model's config, else its family's, else one inferred with the family's hints.
+@fact
+def plan_for(facts: Facts) -> ShardingPlan:
+    """Return the sharding plan in a model's config, else its family's, else one inferred with the family's hints.
 
     In an inferred plan, what has no role stays whole.
 
     Raises:
         PlanError: if no plan can be inferred, or the config names an unknown role.
     """
-    if (written := written_plan(model)) is not None:
+    if (written := written_plan(facts)) is not None:
         return written
-    return leave_whole(infer_plan(model, hints_of(model)), model)
+    return leave_whole(infer_plan(facts, hints_of(facts.model)), facts)
 
 
-def written_plan(model: nn.Module) -> ShardingPlan | None:
-    """Return the sharding plan in the model's config, else the one registered for its family; None without one.
+@fact
+def written_plan(facts: Facts) -> ShardingPlan | None:
+    """Return the sharding plan in a model's config, else the one registered for its family; None without one.
 
     Raises:
         PlanError: if the config names an unknown role.
     """
+    model = facts.model
     config = getattr(model, "config", None)
     saved = getattr(config, CONFIG_KEY, None)
     if isinstance(saved, Mapping) and ROLES_KEY in saved:
         return _from_names(saved[ROLES_KEY], f'"{CONFIG_KEY}" in the config of {type(model).__name__}')
     model_type = getattr(config, "model_type", "")
-    plan = fitted(_PLANS[model_type], model) if model_type in _PLANS else None
+    plan = fitted(_PLANS[model_type], facts) if model_type in _PLANS else None
     # The layers may be inside of a program's own module, under other names.
-    has_layers = plan is not None and any(plan.role_of(name) is Role.LAYER for name, _ in model.named_modules())
+    has_layers = plan is not None and any(plan.role_of(name) is Role.LAYER for name in facts.modules)
     return plan if has_layers else None
 
 
@@ -89,17 +93,17 @@ def _from_names(roles: Any, source: str) -> ShardingPlan:
     return ShardingPlan(roles={module: known[name] for module, name in roles.items()}, source=source)
 
 
-def fitted(plan: ShardingPlan, model: nn.Module) -> ShardingPlan:
+def fitted(plan: ShardingPlan, facts: Facts) -> ShardingPlan:
     """Return a family's plan for its causal LM, adapted to a model of that family with another head.
 
     Args:
         plan: the family's plan; the names of its decoder's modules begin with "model.".
-        model: the model, which keeps the decoder under ``base_model_prefix`` and the head beside it.
+        facts: what the model shows, which keeps the decoder under ``base_model_prefix`` and the head beside it.
     """
-    modules = dict(model.named_modules())
+    modules = facts.modules
     names = [name + copy for name in _NAMES for copy in _COPIES]
     heads = {name: Role.WHOLE for name in names if name in modules and is_projection(modules[name])}
-    prefix: Any = getattr(model, "base_model_prefix", "model")
+    prefix: Any = getattr(facts.model, "base_model_prefix", "model")
     moves = prefix != "model" and prefix in modules and "model" not in modules
     if not heads and not moves:
         return plan
@@ -110,7 +114,7 @@ def fitted(plan: ShardingPlan, model: nn.Module) -> ShardingPlan:
     return ShardingPlan(roles={**heads, **roles}, source=plan.source)
 
 
-def leave_whole(plan: ShardingPlan, model: nn.Module) -> ShardingPlan:
+def leave_whole(plan: ShardingPlan, facts: Facts) -> ShardingPlan:
     """Return a plan in which the weights of layers that have no role stay whole, with the modules around them.
 
     If that leaves nothing to cut, or if it is not known where tokens meet, all layers stay whole. A module around
@@ -118,9 +122,9 @@ def leave_whole(plan: ShardingPlan, model: nn.Module) -> ShardingPlan:
 
     Args:
         plan: a plan that was inferred.
-        model: the model.
+        facts: what the model shows.
     """
-    roled = RoledModel(model, plan)
+    roled = RoledModel(facts, plan)
     layers = {name: roled.modules[name] for name, role in roled.roles.items() if role is Role.LAYER}
     missing = [name for name in roled.missing if name.startswith(tuple(f"{layer}." for layer in layers))]
     if any("parametrizations" in name.split(".") for name in missing):
@@ -138,16 +142,16 @@ def leave_whole(plan: ShardingPlan, model: nn.Module) -> ShardingPlan:
     return replace(plan, roles=roles) if whole else plan
 
 
-def keep_whole(plan: ShardingPlan, model: nn.Module, names: Collection[str]) -> ShardingPlan:
+def keep_whole(plan: ShardingPlan, facts: Facts, names: Collection[str]) -> ShardingPlan:
     """Return a plan in which each rank has these modules whole.
 
     Args:
         plan: a sharding plan.
-        model: the model.
+        facts: what the model shows.
         names: the names of modules: of the embedding, the head, the final norm, or modules in layers. A layer's name
             stands for all that is in it.
     """
-    roled = RoledModel(model, plan)
+    roled = RoledModel(facts, plan)
     words = {name for name in names if roled.roles.get(name) in (Role.EMBEDDING, Role.HEAD)}
     layers = {name: roled.modules[name] for name in names if roled.roles.get(name) is Role.LAYER}
     whole = [*_inside(layers), *(name for name in names if name not in words and name not in layers)]

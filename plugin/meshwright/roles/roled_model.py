@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from torch import nn
 
 from meshwright.errors import PlanError, UncoveredParameterError
+from meshwright.facts import Facts
 from meshwright.roles.adapters import check_adapters, is_adapted, projection
 from meshwright.roles.sharding_plan import BlockPart, Role, ShardingPlan
 
@@ -31,7 +32,7 @@ class RoledModel:
     """A model, and the roles of its modules and parameters.
 
     Args:
-        model: the decoder.
+        facts: what the decoder shows.
         plan: the sharding plan that gives the roles.
         instead: the plan to use if a module is missing, for messages.
 
@@ -40,9 +41,9 @@ class RoledModel:
         roles: the role of each module, and of each parameter that the plan lists by its own name.
     """
 
-    def __init__(self, model: nn.Module, plan: ShardingPlan, *, instead: str = "ParallelPlan(tp=1)"):
-        self.model, self.plan, self.instead = model, plan, instead
-        self.modules = dict(model.named_modules(remove_duplicate=False))
+    def __init__(self, facts: Facts, plan: ShardingPlan, *, instead: str = "ParallelPlan(tp=1)"):
+        self.facts, self.plan, self.instead = facts, plan, instead
+        self.model, self.modules = facts.model, facts.modules
         self.roles = {name: role for name in self.modules if (role := plan.role_of(name)) is not None}
         self.roles |= self._roles_inside_of_whole_modules()
         self.roles |= self._roles_of_parameters()
@@ -61,10 +62,16 @@ class RoledModel:
     def parameters(self, name: str) -> list[tuple[str, nn.Parameter]]:
         """Return the parameters, with full names, that the role of ``name`` applies to."""
         if name not in self.modules:
-            return [(name, self.model.get_parameter(name))]
+            owner, _, own = name.rpartition(".")
+            return [(name, cast(nn.Parameter, self.modules[owner]._parameters[own]))]
         module = self.modules[name]
-        named = module.named_parameters(recurse=is_adapted(module))
-        return [(f"{name}.{suffix}".lstrip("."), parameter) for suffix, parameter in named]
+        inside = self.facts.named_inside(module) if is_adapted(module) else [("", module)]
+        found: dict[nn.Parameter, str] = {}
+        for inner, part in inside:
+            for own, parameter in part._parameters.items():
+                if parameter is not None:
+                    found.setdefault(parameter, ".".join(filter(None, (name, inner, own))))
+        return [(full_name, parameter) for parameter, full_name in found.items()]
 
     def only(self, role: Role, kind: type[M]) -> M:
         """Return the only module with a role.
@@ -126,7 +133,7 @@ class RoledModel:
             if (owner := name.partition(".parametrizations.")[0]) in self.modules:
                 _check_stored(owner, projection(self.modules[owner]))
         if missing:
-            named = list(self.model.named_parameters(remove_duplicate=False))
+            named = list(self.facts.parameters.items())
             known = {id(parameter): name for name, parameter in named if name not in missing}
             aliases = {name: known[id(parameter)] for name, parameter in named if id(parameter) in known}
             raise UncoveredParameterError(missing, self.plan.source, aliases=aliases)
@@ -140,7 +147,7 @@ class RoledModel:
             if not (role.is_structural or (role.part is not None and name not in self._owners))
             for full_name, _ in self.parameters(name)
         }
-        return [name for name, _ in self.model.named_parameters(remove_duplicate=False) if name not in covered]
+        return [name for name in self.facts.parameters if name not in covered]
 
     @property
     def whole_in_layers(self) -> dict[str, nn.Module]:
@@ -150,8 +157,8 @@ class RoledModel:
 
     def whole_beside(self, parts: Iterable[nn.Module]) -> dict[str, nn.Module]:
         """Return the outermost modules that stay whole and are neither in these parts nor around them, by name."""
-        inside = {module for part in parts for module in part.modules()}
-        beside = (n for n, module in self.modules.items() if inside.isdisjoint(module.modules()))
+        inside = {module for part in parts for module in self.facts.inside(part)}
+        beside = (n for n, module in self.modules.items() if inside.isdisjoint(self.facts.inside(module)))
         return self._outermost_whole(beside)
 
     def _outermost_whole(self, names: Iterable[str]) -> dict[str, nn.Module]:
@@ -176,7 +183,7 @@ class RoledModel:
             owner = self.roles.get(name.rpartition(".")[0])
             return owner is not None and not owner.is_structural
 
-        named = (name for name, _ in self.model.named_parameters(remove_duplicate=False) if not owner_has_one(name))
+        named = (name for name in self.facts.parameters if not owner_has_one(name))
         return {name: role for name in named if (role := self.plan.role_of(name)) is not None}
 
     def _owning_block(self, name: str) -> str | None:

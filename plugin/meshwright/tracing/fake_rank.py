@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from meshwright.construct.initial_weights import NewTensors, tensors_beside_parameters
 from meshwright.distribute import installation
-from meshwright.distribute.cuts import build_on_fake_rank
+from meshwright.distribute.decide import build_on_fake_rank
 from meshwright.faults.guard import Guard
 from meshwright.features import splits
 from meshwright.layout.packed_weights import Attribute

@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 
 from meshwright.errors import PlanError
+from meshwright.facts import Facts
 from meshwright.faults.memory_digest import has_values
 from meshwright.parallel.method_chain import ChainStep
 from meshwright.plan.config import ParallelPlan
@@ -37,9 +38,9 @@ _MIX_ROWS = {
 }
 
 
-def check_mixed_rows(model: nn.Module, plan: ParallelPlan) -> None:
+def check_mixed_rows(facts: Facts, plan: ParallelPlan) -> None:
     """Raise a PlanError if a module computes with all tokens of the batch together, and the plan splits the batch."""
-    for name, module in model.named_modules() if splits_rows(plan) else ():
+    for module, name in facts.names.items() if splits_rows(plan) else ():
         if (reason := _MIX_ROWS.get(type(module).__name__)) is not None:
             raise PlanError(
                 f"the plan {plan.label} splits the batch over {_parts(plan)}, but {name} is a {type(module).__name__}, "
@@ -93,7 +94,7 @@ def _twice(x: object) -> object:
     return torch.cat([x, x]) if isinstance(x, Tensor) and x.ndim else x
 
 
-def check_embeddings(model: nn.Module, plan: ParallelPlan, engine: str | None) -> None:
+def check_embeddings(facts: Facts, plan: ParallelPlan, engine: str | None) -> None:
     """Raise a PlanError if an embedding's numbers depend on how the plan splits the batch, or cannot be reduced."""
     options = []
     if splits := _parts(plan):
@@ -103,19 +104,20 @@ def check_embeddings(model: nn.Module, plan: ParallelPlan, engine: str | None) -
         options += ["sparse"] if engine is None else []
     elif plan.zero_stage > 0:  # which reduces gradients in flat buckets on one rank too
         options.append("sparse")
-    if (found := refused_option(model, options)) is not None:
+    if (found := refused_option(facts, options)) is not None:
         what = f"the batch over {splits}" if splits else "gradients"
         raise PlanError(f"the plan {plan.label} splits {what}, but {found}, or use one device")
 
 
-def refused_option(model: nn.Module, options: list[str] | None = None) -> str | None:
+def refused_option(model: nn.Module | Facts, options: list[str] | None = None) -> str | None:
     """Return why an embedding cannot be used where the batch is split, and what to change; None if all can.
 
     Args:
         model: the model.
         options: the options to look for: all by default.
     """
-    embeddings = [item for item in model.named_modules() if isinstance(item[1], nn.Embedding | nn.EmbeddingBag)]
+    kinds = nn.Embedding | nn.EmbeddingBag
+    embeddings = [(name, module) for module, name in Facts.of(model).names.items() if isinstance(module, kinds)]
     for (name, module), option in product(embeddings, EMBEDDING_OPTIONS if options is None else options):
         value = getattr(module, option)
         if not value or not (option == "max_norm" or module.weight.requires_grad):

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.errors import PlanError
+from meshwright.facts import Facts
 from meshwright.layout.tensor_layout import is_held, layout_of
 from meshwright.mesh.axes import Axis, Mesh
 from meshwright.parallel import saved_tensors as saved
@@ -51,11 +52,11 @@ _ROLES: dict[tuple[Dim, Dim], str] = {
 }
 
 
-def float8_layers(model: nn.Module) -> Iterator[tuple[str, Float8Linear]]:
+def float8_layers(model: nn.Module | Facts) -> Iterator[tuple[str, Float8Linear]]:
     """Yield the float8 layers of a model with their names, which are there only if torchao has been imported."""
     kind: type[Float8Linear] | None = getattr(sys.modules.get("torchao.float8.float8_linear"), "Float8Linear", None)
     if kind is not None:
-        yield from ((name, module) for name, module in model.named_modules() if isinstance(module, kind))
+        yield from ((name, module) for module, name in Facts.of(model).names.items() if isinstance(module, kind))
 
 
 class Float8Layers:

@@ -13,6 +13,7 @@ from math import prod
 from torch import nn
 
 from meshwright.errors import PlanError
+from meshwright.facts import Facts
 from meshwright.layout.row_layout import RowLayout
 from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.parallel.batch.mixed_rows import EMBEDDING_OPTIONS
@@ -61,12 +62,12 @@ class DecoderStructure(Decoder):
     @property
     def cut_share(self) -> float:
         """The share of the weights' elements of which each rank of tp has a part."""
-        layouts = [self.parameters[name] for name, _ in self.model.named_parameters()]
+        layouts = {p: self.parameters[name] for name, p in self.facts.parameters.items()}.values()
         return sum(prod(x.shape) for x in layouts if x.is_sharded) / sum(prod(x.shape) for x in layouts)
 
 
 def describe(
-    model: nn.Module,
+    model: nn.Module | Facts,
     plan: ShardingPlan,
     *,
     tp: int,
@@ -77,7 +78,7 @@ def describe(
     """Return a decoder's structure: each module's role and each parameter's layout over ``tp`` ranks.
 
     Args:
-        model: the decoder.
+        model: the decoder, or its facts.
         plan: the roles of its modules.
         tp: the number of ranks.
         sequence_parallel: whether each rank has its own tokens between the blocks.
@@ -89,7 +90,8 @@ def describe(
         UncoveredParameterError: if parameters have no role; the message lists them.
         PlanError: if the model's sizes are not divisible by ``tp``, or its structure is not a decoder's.
     """
-    roled = RoledModel(model, keep_undivided(model, plan, tp))
+    facts = Facts.of(model)
+    roled = RoledModel(facts, keep_undivided(facts, plan, tp))
     roled.check_coverage()
     embedding = roled.only(Role.EMBEDDING, nn.Embedding)
     head = roled.only_if_any(Role.HEAD, nn.Linear)
@@ -124,13 +126,12 @@ def describe(
                 layouts[full_name] = TensorLayout.whole(parameter, tp, addends=OVER_TP if is_partial else frozenset())
     # A tower with the embedding of tokens, which is cut, has no images to share.
     shared = [x for x in parts.towers if shares_towers and tp > 1 and not embeds_tokens(x, embedding)]
-    of_towers = {p for tower in shared for p in tower.parameters()}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    of_towers = facts.parameters_inside(*shared)
+    first: dict[nn.Parameter, str] = {}
+    for name, parameter in facts.parameters.items():
         if parameter in of_towers:
             layouts[name] = replace(layouts[name], addends=OVER_TP)
-    first: dict[int, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        other = first.setdefault(id(parameter), name)
+        other = first.setdefault(parameter, name)
         if layouts[other] != layouts[name]:
             raise PlanError(f"{other} and {name} are one tied parameter, but their roles shard it in two ways")
     is_without = has_whole_head or not is_embedding_cut
@@ -150,11 +151,11 @@ def describe(
     )
 
 
-def outline(model: nn.Module, plan: ShardingPlan | None = None, *, instead: str) -> Decoder:
+def outline(model: nn.Module | Facts, plan: ShardingPlan | None = None, *, instead: str) -> Decoder:
     """Return the parts of a decoder whose weights stay whole: a pipeline cuts its layers, or cp its tokens.
 
     Args:
-        model: the decoder.
+        model: the decoder, or its facts.
         plan: the roles of the embedding, the layers, the final norm and the head; None for those that are written for
             the model's family, or else for the structure itself.
         instead: the plan to use if the decoder cannot be cut, for messages.
@@ -162,11 +163,12 @@ def outline(model: nn.Module, plan: ShardingPlan | None = None, *, instead: str)
     Raises:
         PlanError: if the structure is not a decoder's.
     """
-    plan = written_plan(model) if plan is None else plan
+    facts = Facts.of(model)
+    plan = written_plan(facts) if plan is None else plan
     if plan is not None:
-        return _by_roles(RoledModel(model, plan, instead=instead))
+        return _by_roles(RoledModel(facts, plan, instead=instead))
     try:
-        decoder = find_decoder(model)
+        decoder = find_decoder(facts)
     except PlanError as error:
         raise PlanError(f"{error}, or use {instead}") from None
     _check_parts(decoder, instead)
@@ -182,12 +184,12 @@ def _by_roles(roled: RoledModel) -> Decoder:
             f"in ToDistributedConfig.sharding_plan, or use {roled.instead}"
         )
     decoder = Decoder(
-        model=roled.model,
+        facts=roled.facts,
         embedding=roled.only(Role.EMBEDDING, nn.Module),
         layers=layers,
         final_norm=roled.only_if_any(Role.FINAL_NORM, nn.Module),
         head=roled.only_if_any(Role.HEAD, nn.Module),
-        towers=tuple(towers_beside(roled.model, layers)),
+        towers=tuple(towers_beside(roled.facts, layers)),
     )
     _check_parts(decoder, roled.instead)
     return decoder
@@ -201,7 +203,7 @@ def _check_parts(decoder: Decoder, instead: str) -> None:
                 f"an embedding with {option}={value!r} needs all tokens of the batch and all gradients of its weight "
                 f"on one rank. Make it without {option}, or use {instead}"
             )
-    for name, module in decoder.model.named_modules():
+    for module, name in decoder.facts.names.items():
         if (rate := getattr(module, "layerdrop", 0)) and isinstance(rate, float):
             raise PlanError(
                 f"{name or type(module).__name__} skips layers at random (layerdrop={rate:g}): the ranks would skip "

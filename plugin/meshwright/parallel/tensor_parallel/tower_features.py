@@ -50,7 +50,7 @@ class TowerFeatures:
     ):
         self.axis, self.sequence, self.region, self.is_staged = axis, sequence, region, is_staged
         self._added: list[_Features] = []  # those of the running stage
-        owner = owner_of_layers(decoder.model, decoder.layers)
+        owner = owner_of_layers(decoder)
         self._of_layers = of_layers
         self._owner, self._signature = type(owner).__name__, inspect.signature(owner.forward)
         owner.register_forward_pre_hook(self._enter, with_kwargs=True)

@@ -9,21 +9,23 @@ from __future__ import annotations
 from torch import nn
 
 from meshwright.errors import PlanError
+from meshwright.facts import Facts, fact
 from meshwright.layout.row_layout import RowLayout
 from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.roles.adapters import is_adapted, projection
 from meshwright.roles.blocks.experts import is_experts
 
 
-def adapted_experts(model: nn.Module) -> dict[str, nn.Module]:
+@fact
+def adapted_experts(facts: Facts) -> dict[str, nn.Module]:
     """Return the modules that hold adapters of experts, by name; one for each adapted weight, around each other."""
-    found = model.named_modules(remove_duplicate=False)
+    found = facts.modules.items()
     return {name: module for name, module in found if is_adapted(module) and is_experts(projection(module))}
 
 
-def check_adapted_experts(model: nn.Module, *, ep: int, etp: int, zero_stage: int) -> None:
+def check_adapted_experts(facts: Facts, *, ep: int, etp: int, zero_stage: int) -> None:
     """Raise a PlanError if ``ep`` ranks cannot share the adapters of a model's experts, or a plan cuts each expert."""
-    for name, module in adapted_experts(model).items():
+    for name, module in adapted_experts(facts).items():
         if zero_stage == 3:
             raise PlanError(
                 f"{name!r} has adapters (LoraConfig.target_parameters), whose forward writes the weights of the "
@@ -41,10 +43,10 @@ def check_adapted_experts(model: nn.Module, *, ep: int, etp: int, zero_stage: in
             )
 
 
-def adapter_layouts(model: nn.Module, ep: int) -> dict[str, TensorLayout]:
+def adapter_layouts(facts: Facts, ep: int) -> dict[str, TensorLayout]:
     """Return the layout of each factor of the adapters of experts by name, if ``ep`` ranks share these."""
     layouts = {}
-    for name, module in adapted_experts(model).items() if ep > 1 else ():
+    for name, module in adapted_experts(facts).items() if ep > 1 else ():
         for factor, dim in (("lora_A", 0), ("lora_B", 1)):
             for own, parameter in module.get_submodule(factor).named_parameters():
                 size, count = parameter.shape[dim], _count(module)
@@ -53,9 +55,9 @@ def adapter_layouts(model: nn.Module, ep: int) -> dict[str, TensorLayout]:
     return layouts
 
 
-def keep_local_adapters(model: nn.Module, ep: int) -> None:
+def keep_local_adapters(facts: Facts, ep: int) -> None:
     """Let the adapters of experts compute for as many experts as each of ``ep`` ranks holds."""
-    for module in adapted_experts(model).values():
+    for module in adapted_experts(facts).values():
         module.num_experts = module.num_experts // ep  # type: ignore[operator, assignment]
 
 

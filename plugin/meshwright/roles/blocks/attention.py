@@ -86,7 +86,7 @@ class Attention(Block):
         for name, value in self._local.items():
             setattr(self.reader, name, value)
         if self._is_fused and hasattr(self.reader, "config"):
-            self.reader.config = LocalConfig(
+            self.reader.config = LocalConfig(  # type: ignore[assignment]
                 self.reader.config,
                 num_attention_heads=self.heads.local_heads,
                 num_key_value_heads=self.heads.num_local_kv_heads,

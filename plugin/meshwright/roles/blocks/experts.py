@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from torch import nn
 
 from meshwright.errors import PlanError
+from meshwright.facts import Facts, fact
 from meshwright.layout.row_layout import RowLayout
 from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.roles.adapters import is_adapted, projection
@@ -61,19 +62,23 @@ def roles_of_experts(module: nn.Module) -> dict[str, Role]:
     return roles | dict.fromkeys(experts, Role.EXPERTS)
 
 
-def routed_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, Role]]:
-    """Yield the experts of a model, their owners and their routers, each with its name and its role."""
-    for owner, module in model.named_modules():
-        for name, role in roles_of_experts(module).items():
-            yield f"{owner}.{name}".strip("."), module.get_submodule(name), role
+@fact
+def routed_modules(facts: Facts) -> list[tuple[str, nn.Module, Role]]:
+    """Return the experts of a model, their owners and their routers, each with its name and its role."""
+    return [
+        (f"{owner}.{name}".strip("."), module.get_submodule(name), role)
+        for module, owner in facts.names.items()
+        for name, role in roles_of_experts(module).items()
+    ]
 
 
-def experts_of_own_code(model: nn.Module) -> str | None:
+@fact
+def experts_of_own_code(facts: Facts) -> str | None:
     """Return the name of experts that a model calls otherwise than by transformers' interface; None if there are none.
 
     Every rank can have such experts whole, but ranks cannot share them.
     """
-    experts = ((name, module) for name, module, role in routed_modules(model) if role is Role.EXPERTS)
+    experts = ((name, module) for name, module, role in routed_modules(facts) if role is Role.EXPERTS)
     return next((name for name, module in experts if not is_experts(projection(module))), None)
 
 
@@ -88,9 +93,10 @@ def is_experts(module: nn.Module) -> bool:
     )
 
 
-def has_experts(model: nn.Module) -> bool:
+@fact
+def has_experts(facts: Facts) -> bool:
     """Return whether a model has a module of experts."""
-    return any(map(is_experts, model.modules()))
+    return any(map(is_experts, facts.names))
 
 
 def owners_of_experts(model: nn.Module) -> list[nn.Module]:
@@ -107,17 +113,18 @@ def has_output_bias(module: nn.Module) -> bool:
     return _OUTPUT_BIAS in module._parameters
 
 
-def check_experts(model: nn.Module, *, ep: int, etp: int) -> None:
+def check_experts(facts: Facts, *, ep: int, etp: int) -> None:
     """Raise if ``ep`` ranks cannot share a model's experts, or ``etp`` ranks cannot share each of them."""
     if ep * etp == 1:
         return
-    if (name := experts_of_own_code(model)) is not None:
+    model = facts.model
+    if (name := experts_of_own_code(facts)) is not None:
         raise PlanError(
             f"{name} is a {type(model.get_submodule(name)).__name__}, which {type(model).__name__} calls with code of "
             f"its own instead of transformers' interface for experts, so {ep * etp} ranks cannot share them. Set "
             f"ParallelPlan.ep{' and etp' if etp > 1 else ''} to 1: each rank then has whole experts"
         )
-    modules = {name: module for name, module in model.named_modules() if is_experts(module)}
+    modules = {name: module for module, name in facts.names.items() if is_experts(module)}
     counts = [{p.shape[0] for p in module.parameters()} for module in modules.values()]
     if not counts or any(len(sizes) > 1 or min(sizes) < ep for sizes in counts):
         have = f"{', '.join(map(str, sorted(set.union(*counts))))} experts in a layer" if counts else "no experts"
@@ -130,7 +137,7 @@ def check_experts(model: nn.Module, *, ep: int, etp: int) -> None:
             _slices(module, own, parameter, etp, name)
 
 
-def expert_layouts(model: nn.Module, *, ep: int, etp: int) -> dict[str, TensorLayout]:
+def expert_layouts(facts: Facts, *, ep: int, etp: int) -> dict[str, TensorLayout]:
     """Return the layout of each weight of experts by name, if ``ep`` x ``etp`` ranks share them."""
     if ep * etp == 1:
         return {}
@@ -142,7 +149,7 @@ def expert_layouts(model: nn.Module, *, ep: int, etp: int) -> dict[str, TensorLa
                 *((("etp", _slices(module, own, parameter, etp, name)),) if etp > 1 else ()),
             ),
         )
-        for name, module in model.named_modules(remove_duplicate=False)
+        for name, module in facts.modules.items()
         if is_experts(module)
         for own, parameter in module.named_parameters()
     }

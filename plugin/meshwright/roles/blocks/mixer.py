@@ -8,13 +8,14 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from meshwright.errors import PlanError
+from meshwright.facts import Facts
 from meshwright.layout.row_layout import RowLayout
 from meshwright.roles.blocks.block import Block
 from meshwright.roles.blocks.experts import Experts, roles_of_experts
 from meshwright.roles.blocks.head_layout import HeadLayout
 from meshwright.roles.blocks.mixer_kinds import MixerHeads, MixerKind, attribute, kind_of_mixer
 from meshwright.roles.blocks.mlp import Mlp
-from meshwright.roles.decoder import Decoder, hidden_size, layer_stack, token_embedding
+from meshwright.roles.decoder import Decoder, find_decoder, hidden_size
 from meshwright.roles.family_hints import hinted_roles, hints_of, roles_inside
 from meshwright.roles.projection import in_features, is_projection, out_features
 from meshwright.roles.roled_model import RoledModel
@@ -119,45 +120,41 @@ def _has_weights(found: object) -> bool:
     return isinstance(found, nn.Parameter) or (isinstance(found, nn.Module) and any(True for _ in found.parameters()))
 
 
-def keep_undivided(model: nn.Module, plan: ShardingPlan, tp: int) -> ShardingPlan:
+def keep_undivided(facts: Facts, plan: ShardingPlan, tp: int) -> ShardingPlan:
     """Return a plan in which mixers stay whole whose heads ``tp`` ranks cannot share."""
-    named = model.named_modules(remove_duplicate=False)
-    mixers = {name: module for name, module in named if plan.role_of(name) is Role.MIXER}
+    mixers = {name: module for name, module in facts.modules.items() if plan.role_of(name) is Role.MIXER}
     whole = {
         f"{name}.{inner}".rstrip("."): Role.WHOLE
         for name, mixer in mixers.items()
         if (kind := kind_of_mixer(mixer)) is not None and MixerHeads(kind, mixer, tp=1).layout.heads % tp
-        for inner, _ in mixer.named_modules()
+        for inner, _ in facts.named_inside(mixer)
     }
     return ShardingPlan(roles={**plan.roles, **whole}, source=plan.source) if whole else plan
 
 
-def mixers_of(model: nn.Module, decoder: Decoder | None = None) -> dict[str, nn.Module]:
+def mixers_of(model: nn.Module | Facts, decoder: Decoder | None = None) -> dict[str, nn.Module]:
     """Return the mixers inside of a decoder's layers, by name; none if the model has no decoder.
 
     Args:
-        model: the whole model, with all of its weights.
+        model: the whole model, with all of its weights, or its facts.
         decoder: its parts; None to find its layers here.
     """
-    has_states = keeps_states(model)
-    if not (has_states or any(isinstance(module, nn.Conv1d) for module in model.modules())):
+    facts = Facts.of(model)
+    has_states = keeps_states(facts.model)
+    if not (has_states or any(isinstance(module, nn.Conv1d) for module in facts.names)):
         return {}
-    if decoder is None:
-        try:
-            name, stack = layer_stack(model)
-            layers, embedding = tuple(stack), token_embedding(model, name)
-        except PlanError:
-            return {}
-    elif isinstance(decoder.embedding, nn.Embedding):
-        layers, embedding = decoder.layers, decoder.embedding
-    else:
+    try:
+        decoder = decoder or find_decoder(facts)
+    except PlanError:
         return {}
-    hidden = hidden_size(layers, embedding)
-    found = {mixer for layer in layers for mixer in _outermost(layer, hidden)}
+    if not isinstance(decoder.embedding, nn.Embedding):
+        return {}
+    hidden = hidden_size(decoder.layers, decoder.embedding)
+    found = {mixer for layer in decoder.layers for mixer in _outermost(layer, hidden)}
     if has_states:
-        hints = hints_of(model)
-        found |= {mixer for layer in layers for mixer in recurrences(layer, hidden, hints).values()}
-    return {name: module for name, module in model.named_modules() if module in found}
+        hints = hints_of(facts.model)
+        found |= {mixer for layer in decoder.layers for mixer in recurrences(layer, hidden, hints).values()}
+    return {name: module for module, name in facts.names.items() if module in found}
 
 
 def keeps_states(model: nn.Module) -> bool:

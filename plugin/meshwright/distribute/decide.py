@@ -1,0 +1,221 @@
+"""Decides what a plan does to one model: its weights over tp, its layers over pp, its tokens over cp, or a refusal."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from meshwright.context.check_method import check_method
+from meshwright.context.record import ContextRecord, record_context
+from meshwright.context.token_wise import check_token_wise
+from meshwright.distribute.check_arguments import check_plan, explained
+from meshwright.distribute.check_float8 import check_float8
+from meshwright.distribute.check_quantised import check_quantised
+from meshwright.errors import PlanError
+from meshwright.facts import Facts
+from meshwright.faults.guard import Guard
+from meshwright.features.build import Build
+from meshwright.features.decision import Decision
+from meshwright.mesh.axes import Mesh
+from meshwright.optim.elementwise import check_reads, declared
+from meshwright.optim.runtime import Runtime
+from meshwright.parallel.batch.mixed_rows import check_embeddings, check_mixed_rows
+from meshwright.parallel.experts.token_dispatchers import check_dispatcher
+from meshwright.parallel.forward.compiled_layers import check_compile_options, layers_of, why_not_compiled
+from meshwright.parallel.losses.head_losses import LossKind, find_loss
+from meshwright.parallel.tensor_parallel.shared_tower import shares_towers
+from meshwright.parallel.tensor_parallel.structure import DecoderStructure, describe, outline
+from meshwright.pipeline.cut import Cut, cut_decoder
+from meshwright.plan.config import ParallelPlan, ToDistributedConfig
+from meshwright.roles import Decoder, ShardingPlan, plan_for
+from meshwright.roles.adapters import check_methods, decoder_of, without_wrappers
+from meshwright.roles.blocks import mixers_of
+from meshwright.roles.blocks.adapted_experts import check_adapted_experts
+from meshwright.roles.blocks.experts import check_experts, is_experts
+
+
+def decide(
+    facts: Facts,
+    plan: ParallelPlan,
+    config: ToDistributedConfig,
+    *,
+    optimizer: Optimizer | None,
+    loss: LossKind | None,
+    device: torch.device,
+) -> Decision:
+    """Decide what a plan does to a model, before the ranks meet; nothing is changed.
+
+    Args:
+        facts: what the model shows, with wrappers around its decoder.
+        plan: the plan.
+        config: the options of the call.
+        optimizer: the optimizer over the model's parameters, if the call has one.
+        loss: what the model's loss averages over; None if unknown.
+        device: the device on which the model will run.
+
+    Raises:
+        PlanError: if this version cannot run the plan with the model, the optimizer and the options.
+    """
+    model, of_decoder = facts.model, decoder_of(facts)
+    if optimizer is not None:
+        check_reads(optimizer, reads=declared(config), plan=plan)
+    check_embeddings(facts, plan, config.engine)
+    check_mixed_rows(facts, plan)
+    check_methods(model, plan.cut_axes, has_micro_batches=plan.has_micro_batches)
+    check_quantised(facts, plan, device)
+    check_plan(of_decoder.model, plan, config.engine, loss)
+    decision = cut(model, of_decoder, plan, config, loss=loss)
+    if config.compile is not None:
+        check_compile_options(config.compile_options or {}, has_collectives=plan.tp > 1)
+        layers = layers_of(of_decoder.model, decision.structure)
+        if (reason := why_not_compiled(layers, plan, config.engine)) is not None:
+            raise PlanError(reason)
+    check_float8(of_decoder, plan, config, decision.structure, decision.mixers)
+    return decision
+
+
+def structure_of(
+    model: nn.Module | Facts, plan: ParallelPlan, config: ToDistributedConfig, roles: ShardingPlan | None = None
+) -> Decoder | None:
+    """Return the parts of a decoder that a plan cuts, under tp with the layout of each weight.
+
+    A plan with data parallelism alone cuts nothing; for such a plan, return None.
+
+    Args:
+        model: the decoder, or its facts.
+        plan: the plan.
+        config: the options of the call.
+        roles: the roles of the decoder's modules under tp (default: the call's or the family's, or inferred ones).
+
+    Raises:
+        PlanError: if the plan cannot cut the decoder.
+    """
+    facts = Facts.of(model)
+    check_experts(facts, ep=plan.ep, etp=plan.etp)
+    check_adapted_experts(facts, ep=plan.ep, etp=plan.etp, zero_stage=plan.zero_stage)
+    check_dispatcher(config.token_dispatcher, plan.ep)
+    axes = [axis for axis, size in plan.sizes_beside_dp.items() if size > 1]
+    if not axes:
+        return None
+    try:
+        if plan.tp > 1:
+            roles = roles or config.sharding_plan or plan_for(facts)
+            sp, shares = plan.sequence_parallel, shares_towers(plan, config.engine)
+            found: Decoder = describe(facts, roles, tp=plan.tp, sequence_parallel=sp, shares_towers=shares)
+        else:
+            instead = f"ParallelPlan({', '.join(f'{axis}=1' for axis in axes)})"
+            found = outline(facts, config.sharding_plan, instead=instead)
+        _check_layers(found, plan)
+        if plan.cp > 1:
+            check_token_wise(found, config.sharding_plan)
+        return found
+    except PlanError as error:
+        if (shown := explained(error, facts, axes)) is error:
+            raise
+        raise shown from error
+
+
+def _check_layers(found: Decoder, plan: ParallelPlan) -> None:
+    """Raise if layers have experts inside of what stays whole, or compute their gradients from two streams."""
+    whole = found.whole if isinstance(found, DecoderStructure) else {}
+    for name, module in whole.items() if plan.ep * plan.etp > 1 else ():
+        if any(map(is_experts, found.facts.inside(module))):
+            raise PlanError(
+                f"{name} ({type(module).__name__}) stays whole under tp={plan.tp}, so each rank would send all tokens "
+                "to the experts inside of it. Use ParallelPlan(ep=1, etp=1), or ParallelPlan(tp=1)"
+            )
+    layer = next((layer for layer in found.layers if callable(getattr(layer, "backward_pass", None))), None)
+    options = {"sequence_parallel": (plan.sequence_parallel, False), "pp": (plan.pp > 1, 1), "cp": (plan.cp > 1, 1)}
+    cure = ", ".join(f"{name}={value}" for name, (is_on, value) in options.items() if is_on)
+    if layer is not None and cure:
+        raise PlanError(
+            f"{type(layer).__name__} is a reversible layer, which has two streams of hidden states and computes its "
+            f"gradients itself (backward_pass), so neither tokens nor layers can be cut. Use ParallelPlan({cure})"
+        )
+
+
+def cut_of(structure: Decoder | None, plan: ParallelPlan) -> Cut | None:
+    """Return how the plan's pipeline cuts a decoder, for the first rank of pp; None without a pipeline.
+
+    Raises:
+        PlanError: if the decoder cannot be cut into the plan's stages.
+    """
+    if plan.pp == 1:
+        return None
+    assert structure is not None
+    return cut_decoder(structure, plan, rank=0)
+
+
+def context_of(structure: Decoder | None, plan: ParallelPlan) -> ContextRecord | None:
+    """Return what context parallelism needs to know of a decoder; None without context parallelism.
+
+    Raises:
+        PlanError: if tokens meet outside of transformers' attention interface, or the plan's method cannot run its
+            attention.
+    """
+    if plan.cp == 1:
+        return None
+    assert structure is not None
+    record = record_context(structure)
+    check_method(record, plan)
+    return record
+
+
+def cut(
+    model: nn.Module,
+    facts: Facts,
+    plan: ParallelPlan,
+    config: ToDistributedConfig,
+    *,
+    loss: LossKind | None,
+    roles: ShardingPlan | None = None,
+) -> Decision:
+    """Decide how a plan cuts a decoder, for the first rank of pp.
+
+    Args:
+        model: the model, with wrappers around the decoder.
+        facts: what the decoder shows.
+        plan: the plan.
+        config: the options of the call.
+        loss: what the model's loss averages over; None if unknown.
+        roles: as in :func:`structure_of`.
+
+    Raises:
+        PlanError: if the plan cannot cut it.
+    """
+    structure = structure_of(facts, plan, config, roles)
+    return Decision(
+        model=model,
+        facts=facts,
+        plan=plan,
+        config=config,
+        loss=loss,
+        structure=structure,
+        mixers=mixers_of(facts, structure),
+        cut=cut_of(structure, plan),
+        context=context_of(structure, plan),
+    )
+
+
+def with_roles(decision: Decision, roles: ShardingPlan) -> Decision:
+    """Return the same decision with other roles of the decoder's modules under tp."""
+    of, model = decision, decision.model
+    return cut(model, of.facts, of.plan, of.config, loss=of.loss, roles=roles)
+
+
+def build_on_fake_rank(
+    model: nn.Module,
+    plan: ParallelPlan,
+    *,
+    config: ToDistributedConfig | None = None,
+    device: str = "cpu",
+    guard: Guard | None = None,
+) -> Build:
+    """Decide what ``to_distributed`` would decide on this rank of a fake world, in which no guard meets others."""
+    config = dataclasses.replace(config or ToDistributedConfig(), plan=plan)
+    facts = Facts(without_wrappers(model)[1])
+    runtime = Runtime(mesh=Mesh.build(plan.dims, torch.device(device).type), plan=plan, guard=guard)
+    return Build.of(cut(model, facts, plan, config, loss=find_loss(facts.model)), runtime, torch.device(device))

@@ -1,0 +1,156 @@
+"""Everything that is decided about one model before the ranks meet: a function of its facts, a plan and the options."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from meshwright.context.record import ContextRecord
+from meshwright.facts import Facts
+from meshwright.layout.tensor_layout import TensorLayout
+from meshwright.parallel.forward.coupled_rows import has_stock_loss
+from meshwright.parallel.losses.head_losses import LossKind
+from meshwright.parallel.losses.token_loss import calls_cross_entropy
+from meshwright.parallel.tensor_parallel.structure import DecoderStructure
+from meshwright.pipeline.cut import Cut, with_stages
+from meshwright.plan.config import ParallelPlan, ToDistributedConfig
+from meshwright.roles import Decoder
+from meshwright.roles.adapters import without_wrappers
+from meshwright.roles.blocks.adapted_experts import adapter_layouts
+from meshwright.roles.blocks.experts import expert_layouts
+from meshwright.roles.decoder import all_towers, modules_apart, modules_left_out
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What a plan does to one model. It changes nothing, and needs no other rank.
+
+    Args:
+        model: the user's model, with adapters and other wrappers around its decoder.
+        facts: what the decoder shows.
+        plan: the plan to carry out.
+        config: the options of the call.
+        loss: what the model's loss averages over; None if unknown.
+        structure: how the plan cuts the decoder; None if the plan does not cut it.
+        mixers: the modules of the layers with recurrences or convolutions over tokens, by name.
+        cut: which layers and weights this rank's pipeline stages hold; None without a pipeline.
+        context: what the layers and attentions of the decoder are given; None without context parallelism.
+    """
+
+    model: Any
+    facts: Facts
+    plan: ParallelPlan
+    config: ToDistributedConfig
+    loss: LossKind | None
+    structure: Decoder | None
+    mixers: Mapping[str, nn.Module] = field(default_factory=dict)
+    cut: Cut | None = None
+    context: ContextRecord | None = None
+
+    def of_rank(self, rank: int) -> Decision:
+        """Return the same for another rank of pp."""
+        return self if self.cut is None else dataclasses.replace(self, cut=dataclasses.replace(self.cut, rank=rank))
+
+    @property
+    def decoder(self) -> Any:
+        """The model inside of adapters and other wrappers."""
+        return self.facts.model
+
+    @property
+    def owners(self) -> list[nn.Module]:
+        """The model and its decoder, each once: with adapters, a program may call or save either."""
+        return list(dict.fromkeys((self.model, self.decoder)))
+
+    @property
+    def layouts(self) -> dict[str, TensorLayout]:
+        """The layout of each parameter of the decoder, by its name in the whole model; empty if all stay whole."""
+        if not self.cuts_weights:
+            return {}
+        prefix, _ = without_wrappers(self.model)
+        if self.tensor_structure is not None:
+            layouts = self.tensor_structure.parameters
+        else:
+            layouts = {name: TensorLayout.whole(parameter) for name, parameter in self.facts.parameters.items()}
+        layouts = {**layouts, **expert_layouts(self.facts, ep=self.plan.ep, etp=self.plan.etp)}
+        layouts |= adapter_layouts(self.facts, self.plan.ep)
+        layouts = layouts if self.cut is None else with_stages(layouts, self.cut)
+        return {prefix + name: layout for name, layout in layouts.items()}
+
+    @property
+    def cuts_weights(self) -> bool:
+        """Whether a rank may hold a part of a weight, or none of it."""
+        return bool(self.plan.weight_axes)
+
+    @property
+    def tensor_structure(self) -> DecoderStructure | None:
+        """The structure, if the plan has tensor parallelism."""
+        return self.structure if isinstance(self.structure, DecoderStructure) else None
+
+    @property
+    def towers(self) -> tuple[nn.Module, ...]:
+        """The towers beside the decoder, for images or sound; the whole model if its decoder is not known."""
+        return all_towers(self.facts, self.structure)
+
+    @property
+    def beside(self) -> set[nn.Module]:
+        """The modules that a forward pass may leave out, depending on its inputs; none without towers."""
+        return modules_left_out(self.facts, self.structure)
+
+    @property
+    def apart(self) -> set[nn.Module]:
+        """The modules that a forward pass may run for some rows only, and so on some ranks only."""
+        return modules_apart(self.facts, self.structure)
+
+    @property
+    def may_couple_rows(self) -> bool:
+        """Whether dp splits rows that a stock loss of unknown kind may compare with each other."""
+        is_known = self.loss is not None and self.config.loss_averages_over is None
+        is_cut = self.plan.pp > 1 or self.plan.cp > 1 or self.config.engine is not None
+        return self.plan.dp > 1 and not is_known and not is_cut and has_stock_loss(self.decoder)
+
+    @property
+    def is_split(self) -> bool:
+        """Whether a batch runs as several micro-batches."""
+        return self.plan.has_micro_batches or self.plan.pp > 1
+
+    @property
+    def head(self) -> Any:
+        """The module that computes the logits; None if there is none."""
+        if self.structure is not None:
+            return self.structure.head
+        find = getattr(self.decoder, "get_output_embeddings", None)
+        return find() if callable(find) else None
+
+    @property
+    def is_sequence_parallel(self) -> bool:
+        """Whether each rank of tp has its own tokens between the blocks."""
+        return self.tensor_structure is not None and self.tensor_structure.is_sequence_parallel
+
+    @property
+    def sharded_words(self) -> int:
+        """The number of words in the full vocabulary if tp shards it, and otherwise 0."""
+        return self.tensor_structure.vocab_size if self.tensor_structure else 0
+
+    @property
+    def is_causal_lm(self) -> bool:
+        """Whether the loss is the causal-LM loss."""
+        return self.loss is not None and self.loss.is_causal_lm
+
+    @property
+    def has_sharded_loss(self) -> bool:
+        """Whether the loss takes logits that are sharded over the vocabulary."""
+        return self.is_causal_lm and not self.config.gather_logits and self.tensor_structure is not None
+
+    @property
+    def has_head_loss(self) -> bool:
+        """Whether training with labels needs no logits but for the loss, which can compute them in chunks."""
+        # An engine gathers weights by hooks of its own. Under gpipe the last stage would hold the gradient of the
+        # head's weight once for each micro-batch.
+        is_single = self.cut is None or self.cut.schedule != "gpipe"
+        # A loss that the forward itself computes is of the labels of all tokens, and a rank of cp has some of them.
+        is_known = self.is_causal_lm or (self.context is None and calls_cross_entropy(self.decoder))
+        return is_known and not self.config.gather_logits and self.config.engine is None and is_single
