@@ -190,11 +190,11 @@ def _check_loader(loader: object) -> None:
         )
 
 
-def check_plan(model: nn.Module, plan: ParallelPlan, engine: str | None, loss: LossKind | BatchLoss | None) -> None:
+def check_plan(facts: Facts, plan: ParallelPlan, engine: str | None, loss: LossKind | BatchLoss | None) -> None:
     """Raise if the parts of a plan do not go with a training engine, a model's loss or its layers.
 
     Args:
-        model: the model, without adapters around it.
+        facts: what the model without adapters around it shows.
         plan: the plan.
         engine: the training engine; see ``ToDistributedConfig.engine``.
         loss: the kind of the model's loss, or what computes it if the model is distributed already; None if it is not
@@ -219,7 +219,8 @@ def check_plan(model: nn.Module, plan: ParallelPlan, engine: str | None, loss: L
     for is_on, written, why in kept_by_engine if engine is not None else ():
         if is_on:
             raise PlanError(f"ParallelPlan.{written} with {engine}{why}")
-    trained = [p for p in model.parameters() if p.requires_grad and p.is_floating_point()]
+    model = facts.model
+    trained = [p for p in facts.parameters.values() if p.requires_grad and p.is_floating_point()]
     if plan.reduce_dtype and plan.zero_stage == 0 and trained and all(p.element_size() <= 2 for p in trained):
         raise PlanError(
             f"ParallelPlan.reduce_dtype={plan.reduce_dtype!r} saves nothing: with zero_stage=0 the gradients of "

@@ -44,11 +44,16 @@ def finish_loading(model: nn.Module, optimizer: Optimizer | None = None) -> None
     """
     own = vars(getattr(model, "hf_quantizer", None) or SimpleNamespace())
     parts = {id(value) for value in own.values() if hasattr(value, "__dict__")}
-    before = {parameter: name for name, parameter in model.named_parameters()}
-    for hook in list(model._forward_pre_hooks.values()):
+    found = []
+    for hook in model._forward_pre_hooks.values():
         cells = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()]
         if any(id(value) in parts for value in (getattr(hook, "__self__", None), *cells)):
-            hook(model, ())
+            found.append(hook)
+    if not found:
+        return
+    before = {parameter: name for name, parameter in model.named_parameters()}
+    for hook in found:
+        hook(model, ())
     after = dict(model.named_parameters())
     gone = {parameter: after.get(name) for parameter, name in before.items() if after.get(name) is not parameter}
     for group in optimizer.param_groups if gone and optimizer is not None else ():

@@ -31,8 +31,9 @@ def plain_module(model: nn.Module) -> Iterator[nn.Module]:
     """
     inner = without_compilation(model)
     undo = contextlib.ExitStack()
-    is_compiled = inner is not model or any(module._compiled_call_impl is not None for module in inner.modules())
-    for parent in list(inner.modules()):
+    modules = list(inner.modules())
+    is_compiled = inner is not model or any(module._compiled_call_impl is not None for module in modules)
+    for parent in modules:
         for name, child in parent._modules.items():
             if child is not None and (plain := without_compilation(child)) is not child:
                 is_compiled = True

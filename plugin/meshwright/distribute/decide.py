@@ -31,7 +31,7 @@ from meshwright.parallel.tensor_parallel.structure import DecoderStructure, desc
 from meshwright.pipeline.cut import Cut, cut_decoder
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.roles import Decoder, ShardingPlan, plan_for
-from meshwright.roles.adapters import check_methods, decoder_of, without_wrappers
+from meshwright.roles.adapters import check_methods, decoder_of
 from meshwright.roles.blocks import mixers_of
 from meshwright.roles.blocks.adapted_experts import check_adapted_experts
 from meshwright.roles.blocks.experts import check_experts, is_experts
@@ -59,15 +59,15 @@ def decide(
     Raises:
         PlanError: if this version cannot run the plan with the model, the optimizer and the options.
     """
-    model, of_decoder = facts.model, decoder_of(facts)
+    of_decoder = decoder_of(facts)
     if optimizer is not None:
         check_reads(optimizer, reads=declared(config), plan=plan)
     check_embeddings(facts, plan, config.engine)
     check_mixed_rows(facts, plan)
-    check_methods(model, plan.cut_axes, has_micro_batches=plan.has_micro_batches)
+    check_methods(facts.model, plan.cut_axes, has_micro_batches=plan.has_micro_batches)
     check_quantised(facts, plan, device)
-    check_plan(of_decoder.model, plan, config.engine, loss)
-    decision = cut(model, of_decoder, plan, config, loss=loss)
+    check_plan(of_decoder, plan, config.engine, loss)
+    decision = cut(facts, plan, config, loss=loss)
     if config.compile is not None:
         check_compile_options(config.compile_options or {}, has_collectives=plan.tp > 1)
         layers = layers_of(of_decoder.model, decision.structure)
@@ -165,7 +165,6 @@ def context_of(structure: Decoder | None, plan: ParallelPlan) -> ContextRecord |
 
 
 def cut(
-    model: nn.Module,
     facts: Facts,
     plan: ParallelPlan,
     config: ToDistributedConfig,
@@ -176,8 +175,7 @@ def cut(
     """Decide how a plan cuts a decoder, for the first rank of pp.
 
     Args:
-        model: the model, with wrappers around the decoder.
-        facts: what the decoder shows.
+        facts: what the model shows, with wrappers around its decoder.
         plan: the plan.
         config: the options of the call.
         loss: what the model's loss averages over; None if unknown.
@@ -186,15 +184,15 @@ def cut(
     Raises:
         PlanError: if the plan cannot cut it.
     """
-    structure = structure_of(facts, plan, config, roles)
+    of_decoder = decoder_of(facts)
+    structure = structure_of(of_decoder, plan, config, roles)
     return Decision(
-        model=model,
         facts=facts,
         plan=plan,
         config=config,
         loss=loss,
         structure=structure,
-        mixers=mixers_of(facts, structure),
+        mixers=mixers_of(of_decoder, structure),
         cut=cut_of(structure, plan),
         context=context_of(structure, plan),
     )
@@ -202,8 +200,7 @@ def cut(
 
 def with_roles(decision: Decision, roles: ShardingPlan) -> Decision:
     """Return the same decision with other roles of the decoder's modules under tp."""
-    of, model = decision, decision.model
-    return cut(model, of.facts, of.plan, of.config, loss=of.loss, roles=roles)
+    return cut(decision.facts, decision.plan, decision.config, loss=decision.loss, roles=roles)
 
 
 def build_on_fake_rank(
@@ -216,6 +213,6 @@ def build_on_fake_rank(
 ) -> Build:
     """Decide what ``to_distributed`` would decide on this rank of a fake world, in which no guard meets others."""
     config = dataclasses.replace(config or ToDistributedConfig(), plan=plan)
-    facts = Facts(without_wrappers(model)[1])
+    facts = Facts(model)
     runtime = Runtime(mesh=Mesh.build(plan.dims, torch.device(device).type), plan=plan, guard=guard)
-    return Build.of(cut(model, facts, plan, config, loss=find_loss(facts.model)), runtime, torch.device(device))
+    return Build.of(cut(facts, plan, config, loss=find_loss(decoder_of(facts).model)), runtime, torch.device(device))

@@ -91,17 +91,17 @@ def distribute(build: Build, optimizer: Optimizer | None, make: Make) -> None:
     install(build, optimizer, seed=seed)
     if runtime.engine is None:
         guard_weights(build)
-    guard_model(model, runtime)
+    guard_model(build.facts, runtime)
     for part in build.owners:
         export_with_full_weights(part)
         attach(part, runtime)
         if runtime.engine is None:
             make_copyable(part, model, runtime)
     close_changes(
-        model,
+        build.facts,
         axes=build.plan.weight_axes,
         is_gathered=runtime.weights is not None,
-        is_packed=next(packed_modules(model), None) is not None,
+        is_packed=next(packed_modules(build.facts), None) is not None,
     )
     object.__setattr__(model, "_ddp_params_and_buffers_to_ignore", _NoWrapper())
 
@@ -149,11 +149,11 @@ def install(build: Build, optimizer: Optimizer | None, *, seed: int) -> None:
 def guard_weights(build: Build) -> None:
     """Make operations raise that would read a shard as the whole."""
     if build.cuts_weights:
-        guard_shards(build.model, () if build.tensor_structure is None else build.tensor_structure.blocks)
+        guard_shards(build.facts, () if build.tensor_structure is None else build.tensor_structure.blocks)
     if build.runtime.weights is not None:
         build.runtime.weights.guard()
     elif build.tensor_structure is not None:
-        share_partial_gradients(build.model, build.decoder, build.tensor_structure)
+        share_partial_gradients(build.facts, build.tensor_structure)
 
 
 class _NoWrapper:

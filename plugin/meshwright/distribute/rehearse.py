@@ -59,7 +59,7 @@ def rehearsed(decision: Decision, mesh: Mesh, device: torch.device) -> Decision:
         return decision
     rehearsal = _Rehearsal(structure, mesh, device)
     if hooked := _hooked_inside(structure, rehearsal.found()):
-        decision = with_roles(decision, keep_whole(structure.roles, decision.facts, hooked))
+        decision = with_roles(decision, keep_whole(structure.roles, structure.facts, hooked))
         structure = decision.structure
         assert isinstance(structure, DecoderStructure)
         rehearsal.structure = structure

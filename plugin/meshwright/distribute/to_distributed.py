@@ -172,7 +172,7 @@ def _look(model: nn.Module, optimizer: Optimizer | None) -> Facts:
     facts = Facts(model)
     check_model(facts)
     if optimizer is not None:
-        check_ownership(model, optimizer)
+        check_ownership(facts, optimizer)
     return facts
 
 
@@ -276,7 +276,7 @@ def _complete(
     check_embeddings(facts, plan, runtime.engine)
     check_mixed_rows(facts, plan)
     loss = runtime.features.find(BatchLoss)
-    check_plan(without_wrappers(model)[1], plan, None, loss)
+    check_plan(decoder_of(facts), plan, None, loss)
     loader = None
     if dataloader is not None:
         format = runtime.features.get(BatchFormat)

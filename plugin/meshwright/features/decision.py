@@ -19,7 +19,7 @@ from meshwright.parallel.tensor_parallel.structure import DecoderStructure
 from meshwright.pipeline.cut import Cut, with_stages
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.roles import Decoder
-from meshwright.roles.adapters import without_wrappers
+from meshwright.roles.adapters import decoder_of, without_wrappers
 from meshwright.roles.blocks.adapted_experts import adapter_layouts
 from meshwright.roles.blocks.experts import expert_layouts
 from meshwright.roles.decoder import all_towers, modules_apart, modules_left_out
@@ -30,8 +30,7 @@ class Decision:
     """What a plan does to one model. It changes nothing, and needs no other rank.
 
     Args:
-        model: the user's model, with adapters and other wrappers around its decoder.
-        facts: what the decoder shows.
+        facts: what the user's model shows, with adapters and other wrappers around its decoder.
         plan: the plan to carry out.
         config: the options of the call.
         loss: what the model's loss averages over; None if unknown.
@@ -41,7 +40,6 @@ class Decision:
         context: what the layers and attentions of the decoder are given; None without context parallelism.
     """
 
-    model: Any
     facts: Facts
     plan: ParallelPlan
     config: ToDistributedConfig
@@ -56,9 +54,19 @@ class Decision:
         return self if self.cut is None else dataclasses.replace(self, cut=dataclasses.replace(self.cut, rank=rank))
 
     @property
+    def model(self) -> Any:
+        """The user's model."""
+        return self.facts.model
+
+    @property
+    def of_decoder(self) -> Facts:
+        """What the model inside of adapters and other wrappers shows."""
+        return decoder_of(self.facts)
+
+    @property
     def decoder(self) -> Any:
         """The model inside of adapters and other wrappers."""
-        return self.facts.model
+        return self.of_decoder.model
 
     @property
     def owners(self) -> list[nn.Module]:
@@ -74,9 +82,9 @@ class Decision:
         if self.tensor_structure is not None:
             layouts = self.tensor_structure.parameters
         else:
-            layouts = {name: TensorLayout.whole(parameter) for name, parameter in self.facts.parameters.items()}
-        layouts = {**layouts, **expert_layouts(self.facts, ep=self.plan.ep, etp=self.plan.etp)}
-        layouts |= adapter_layouts(self.facts, self.plan.ep)
+            layouts = {name: TensorLayout.whole(parameter) for name, parameter in self.of_decoder.parameters.items()}
+        layouts = {**layouts, **expert_layouts(self.of_decoder, ep=self.plan.ep, etp=self.plan.etp)}
+        layouts |= adapter_layouts(self.of_decoder, self.plan.ep)
         layouts = layouts if self.cut is None else with_stages(layouts, self.cut)
         return {prefix + name: layout for name, layout in layouts.items()}
 
@@ -93,17 +101,17 @@ class Decision:
     @property
     def towers(self) -> tuple[nn.Module, ...]:
         """The towers beside the decoder, for images or sound; the whole model if its decoder is not known."""
-        return all_towers(self.facts, self.structure)
+        return all_towers(self.of_decoder, self.structure)
 
     @property
     def beside(self) -> set[nn.Module]:
         """The modules that a forward pass may leave out, depending on its inputs; none without towers."""
-        return modules_left_out(self.facts, self.structure)
+        return modules_left_out(self.of_decoder, self.structure)
 
     @property
     def apart(self) -> set[nn.Module]:
         """The modules that a forward pass may run for some rows only, and so on some ranks only."""
-        return modules_apart(self.facts, self.structure)
+        return modules_apart(self.of_decoder, self.structure)
 
     @property
     def may_couple_rows(self) -> bool:

@@ -45,7 +45,7 @@ def compare_replicas(build: Build) -> None:
         every=every,
         every_state=build.config.check_replicas_every or 50,
         has_weights=runtime.weights is None and runtime.engine is None,
-        tensors=ModuleTensors(build.model, () if build.cut is None else build.cut.layers),
+        tensors=ModuleTensors(build.facts, () if build.cut is None else build.cut.layers),
         streams=runtime.streams,
     )
 
@@ -55,7 +55,7 @@ def watch_passes(build: Build) -> None:
     runtime, plan = build.runtime, build.plan
     uneven = runtime.features.add(UnevenBatches(runtime.mesh.tokens, runtime.mesh.tp))
     hooked = HookedModules(
-        build.decoder,
+        build.of_decoder,
         is_split=build.is_split,
         is_staged=plan.pp > 1,
         is_shared=build.runtime.mesh.tokens.size > 1,
@@ -75,21 +75,21 @@ def watch_passes(build: Build) -> None:
         has_known_loss=build.loss is not None,
         uneven=uneven,
         hooked=runtime.features.add(hooked),
-        statistics=BatchStatistics(build.decoder, lambda: runtime.plan),
+        statistics=BatchStatistics(build.of_decoder, lambda: runtime.plan),
         shares_weights=runtime.weights is not None,
         gather=(lambda: None) if runtime.weights is None else runtime.weights.keep_apart,
         shares_tokens=plan.spreads_experts_over_dp,
         towers_differ=runtime.leave_towers_out if plan.zero_stage and build.towers else None,
         is_split=build.is_split,
         format=runtime.features.get(BatchFormat),
-        longest=LongestPosition(build.decoder, runtime.mesh.tokens, is_split=build.is_split),
+        longest=LongestPosition(build.of_decoder, runtime.mesh.tokens, is_split=build.is_split),
         layers=runtime.features.add(_compilable_layers(build)),
         follow=runtime.gradients.follow,
     )
     runtime.features.add(forward)
     if build.structure is not None:  # dynamo may trace the forward of a model of which nothing is cut
         add_step(build.decoder, EnteredForward(forward))
-    keep_documents_apart(build.decoder)
+    keep_documents_apart(build.of_decoder)
 
 
 def _compilable_layers(build: Build) -> CompilableLayers:
@@ -104,7 +104,7 @@ def scale_float8(build: Build) -> None:
     if build.runtime.mesh.size > 1:
         weights = build.runtime.weights
         reader_of = (lambda _: None) if weights is None else weights.reader_of_float8
-        layers = build.runtime.features.add(Float8Layers(build.model, build.runtime.mesh, reader_of))
+        layers = build.runtime.features.add(Float8Layers(build.facts, build.runtime.mesh, reader_of))
         forward = build.runtime.features.get(ForwardState)
         forward.check_layers = layers.check
         forward.shares_tokens |= layers.waits_for_tokens
@@ -131,8 +131,8 @@ def cut_blocks(build: Build) -> None:
 def spread_experts(build: Build) -> None:
     """Let experts that are spread over ranks get the tokens that are routed to them."""
     ep, etp = build.runtime.mesh.ep, build.runtime.mesh.etp
-    keep_local_adapters(build.decoder, ep.size)
-    for experts in filter(is_experts, build.decoder.modules()):
+    keep_local_adapters(build.of_decoder, ep.size)
+    for experts in filter(is_experts, build.of_decoder.names):
         if etp.size > 1 and has_output_bias(experts):
             add_step(experts, OutputBiasOnce(experts, etp))
         if ep.size > 1:
@@ -143,7 +143,7 @@ def spread_experts(build: Build) -> None:
 
 def count_experts(build: Build) -> None:
     """Let the tokens of each expert be counted, if somebody asks for them."""
-    if has_experts(build.decoder):
+    if has_experts(build.of_decoder):
         region = build.runtime.features.find(ContextRegion)
         counts = ExpertCounts(build.decoder, mesh=build.runtime.mesh, region=region)
         add_step(build.decoder, build.runtime.features.add(counts))

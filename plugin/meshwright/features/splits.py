@@ -52,7 +52,7 @@ def part_tokens(build: Build) -> None:
     balances = build.plan.context != "ulysses" and not (is_staged or build.towers or build.mixers)
     region = ContextRegion(build.structure, build.context, attention.parts, runtime.streams, balances=balances)
     make_whole(site.module for site in build.context.sites if not site.kind.is_across)
-    region.takes_padding = not any(float8_layers(build.model))
+    region.takes_padding = not any(float8_layers(build.facts))
     part_mixers(build.mixers, attention.parts, runtime.streams, runtime.features.find(RowDocuments))
     step = ContextForward(
         build.decoder,
@@ -69,7 +69,7 @@ def check_positions(build: Build) -> None:
     """Refuse positions that depend on other rows, where a pass has some of the rows of a batch."""
     if not splits_rows(build.plan):
         return
-    for module in build.decoder.modules():
+    for module in build.of_decoder.names:
         if callable(getattr(module, POSITIONS, None)):
             add_step(module, PositionsOfRows(module, build.plan), POSITIONS)
 
@@ -89,7 +89,7 @@ def separate_documents(build: Build) -> None:
     if documents is not None:
         build.runtime.features.add(documents)
     is_told, parts_tokens = build.runtime.mesh.is_first, build.context is not None
-    FlashRows.over(build.decoder, build.towers, is_told=is_told, parts_tokens=parts_tokens)
+    FlashRows.over(build.of_decoder, build.towers, is_told=is_told, parts_tokens=parts_tokens)
 
 
 def part_features(build: Build) -> None:

@@ -100,7 +100,7 @@ def recompute(build: Build) -> None:
 
 def replay(build: Build) -> None:
     """Let layers that backward runs again route tokens, and part documents, as before, whoever has turned this on."""
-    blocks, documents = owners_of_experts(build.decoder), build.runtime.features.find(RowDocuments)
+    blocks, documents = owners_of_experts(build.of_decoder), build.runtime.features.find(RowDocuments)
     if not (blocks or documents) or build.config.compile is not None:
         return
     kept = Replay()

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwright.errors import OptimizerMismatchError
+from meshwright.facts import Facts
 from meshwright.layout.tensor_layout import layout_of
 
 
-def check_ownership(model: nn.Module, optimizer: Optimizer) -> None:
+def check_ownership(model: nn.Module | Facts, optimizer: Optimizer) -> None:
     """Check that the optimizer steps parameters of this model.
 
     Raises:
@@ -26,7 +27,7 @@ def check_ownership(model: nn.Module, optimizer: Optimizer) -> None:
             "call hooks into. Pass the optimizer inside, and wrap what the call returns: model, inner, loader = "
             f"meshwright.to_distributed(model, inner, loader); optimizer = {kind}(inner)"
         )
-    names = {id(p): name for name, p in model.named_parameters()}
+    names = {id(p): name for name, p in reversed(Facts.of(model).parameters.items())}
     given = [p for group in optimizer.param_groups for p in group["params"]]
     foreign = [p for p in given if id(p) not in names]
     if not given:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwright.errors import AlreadyDistributedError, UnreadableTensorError
+from meshwright.facts import Facts
 from meshwright.layout.tensor_layout import TensorLayout, layout_if_any, layout_of
 from meshwright.optim.chained import members
 from meshwright.optim.runtime import Runtime
@@ -24,17 +25,17 @@ from meshwright.parallel.shards.state_of_parts import close_state
 from meshwright.temporarily import temporarily
 
 
-def guard_model(model: nn.Module, runtime: Runtime) -> None:
+def guard_model(facts: Facts, runtime: Runtime) -> None:
     """Make ``model.state_dict()`` raise if it would hold shards, and ``model.load_state_dict()`` shard whole tensors.
 
     Args:
-        model: the model, whose parameters have layouts.
+        facts: what the model shows, whose parameters have layouts.
         runtime: the model's runtime. If it has an engine, nothing changes, since the engine saves and loads shards.
     """
     if runtime.engine is not None:
         return
     calls = runtime.features.add(StateDictCalls())
-    for module in model.modules():
+    for module in facts.names:
         if next(module.parameters(recurse=False), None) is not None:
             hooks = _ModuleState(module, runtime, calls)
             module.register_state_dict_pre_hook(hooks.refuse_shards)

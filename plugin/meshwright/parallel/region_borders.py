@@ -31,11 +31,11 @@ class RegionBorders:
         self._handles: list[RemovableHandle] = []
         self._stacks = [
             (name, stack, stack[0], stack[-1])
-            for name, stack in structure.model.named_modules()
+            for stack, name in structure.facts.names.items()
             if isinstance(stack, nn.ModuleList) and self.first in list(stack)
         ]
         for layer in dict.fromkeys(layers):
-            if layer is not self.last and self.last in set(layer.modules()):
+            if layer is not self.last and self.last in structure.facts.inside(layer):
                 self._handles.append(layer.register_forward_pre_hook(self._enter))
                 self._handles.append(layer.register_forward_hook(self._leave, always_call=True))
 

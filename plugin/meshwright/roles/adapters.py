@@ -60,11 +60,11 @@ _UNLOADING = ("merge_and_unload", "unload")
 _MERGING = ("merge_adapter", "unmerge_adapter", *_UNLOADING)
 
 
-def close_changes(model: nn.Module, *, axes: Sequence[str], is_gathered: bool, is_packed: bool) -> None:
+def close_changes(facts: Facts, *, axes: Sequence[str], is_gathered: bool, is_packed: bool) -> None:
     """Make the methods raise that would change or remove what a distributed model has in parts, or its hooks.
 
     Args:
-        model: the model, in PEFT's wrappers if it has any.
+        facts: what the model shows, in PEFT's wrappers if it has any.
         axes: the axes over which the model's weights are cut.
         is_gathered: whether the weights are gathered for each layer, as under ZeRO stage 3.
         is_packed: whether there are quantised weights, which PEFT would quantise again, with other statistics.
@@ -83,13 +83,13 @@ def close_changes(model: nn.Module, *, axes: Sequence[str], is_gathered: bool, i
     if is_packed:
         why = "merging adapters into quantised weights would quantise these again, each rank its part"
         messages |= dict.fromkeys(_MERGING, f"{why}. Call {alone}")
-    part = model
+    part = facts.model
     while messages and (child := wrapped(part)) is not None:
         for name, message in messages.items():
             if hasattr(part, name):
                 _close(part, name, message)
         part = child[1]
-    for part in model.modules():
+    for part in facts.names:
         if hasattr(part, "resize_token_embeddings"):
             _close(
                 part,

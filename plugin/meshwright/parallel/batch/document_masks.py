@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.errors import PlanError
+from meshwright.facts import Facts
 from meshwright.parallel.batch.schema import CACHES
 from meshwright.parallel.method_chain import arguments
 
@@ -18,7 +19,7 @@ _LOOK = "find_packed_sequence_indices"  # transformers' check for packed documen
 _own_look: list[Callable[[Tensor], Tensor | None]] = []  # transformers' function, while another takes its place
 
 
-def keep_documents_apart(model: nn.Module) -> None:
+def keep_documents_apart(facts: Facts) -> None:
     """Turn off the key-value cache, which hides the documents of a packed row, in passes that do not decode.
 
     These are passes with labels, passes with gradients in training, and passes whose positions restart inside a row.
@@ -29,12 +30,12 @@ def keep_documents_apart(model: nn.Module) -> None:
     A model whose forward only passes ``use_cache`` on, as many that see images do, has a decoder inside that makes the
     cache.
     """
-    for module in model.modules():
+    for module in facts.names:
         signature = _signature(module)
         if signature is None or "use_cache" not in signature.parameters:
             continue
-        if module is model or _embeds(module, model):
-            hook = _WithoutCache(signature, _twice_in_cache(module))
+        if module is facts.model or _embeds(module, facts):
+            hook = _WithoutCache(signature, _twice_in_cache(facts, module))
             module.register_forward_pre_hook(hook, with_kwargs=True)
             module.register_forward_hook(hook.look_again, always_call=True)
             return
@@ -48,11 +49,11 @@ def _signature(module: nn.Module) -> inspect.Signature | None:
         return None
 
 
-def _embeds(module: nn.Module, model: nn.Module) -> bool:
+def _embeds(module: nn.Module, facts: Facts) -> bool:
     """Return whether a module has the embedding of a model's tokens."""
     with suppress(AttributeError, NotImplementedError):  # a module of no library, or a model that has none
-        embedding = model.get_input_embeddings()  # type: ignore[operator]
-        return any(inside is embedding for inside in module.modules())
+        embedding = facts.model.get_input_embeddings()  # type: ignore[operator]
+        return any(inside is embedding for inside in facts.inside(module))
     return False
 
 
@@ -112,10 +113,10 @@ def _no_documents(position_ids: Tensor) -> None:
     """Take the place of transformers' check for packed documents."""
 
 
-def _twice_in_cache(model: nn.Module) -> list[str]:
+def _twice_in_cache(facts: Facts, model: nn.Module) -> list[str]:
     """Return the names of one attention that stands at several places, and so at one place of a cache."""
     names: dict[nn.Module, list[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
+    for name, module in facts.named_inside(model):
         if hasattr(module, "layer_idx"):
             names.setdefault(module, []).append(name)
     return next((found for found in names.values() if len(found) > 1), [])

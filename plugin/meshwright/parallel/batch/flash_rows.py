@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.errors import PlanError
+from meshwright.facts import Facts
 from meshwright.parallel.batch.document_rows import Documents
 from meshwright.parallel.batch.schema import BORDERS
 from meshwright.parallel.method_chain import BatchStep, StepOrder, add_step
@@ -105,24 +106,25 @@ class FlashRows(BatchStep):
         self._takes_any = any(x.kind is x.VAR_KEYWORD for x in self.signature.parameters.values())
 
     @classmethod
-    def over(cls, model: nn.Module, towers: Collection[nn.Module], *, is_told: bool, parts_tokens: bool) -> None:
+    def over(cls, facts: Facts, towers: Collection[nn.Module], *, is_told: bool, parts_tokens: bool) -> None:
         """Add the step to a model that calls a flash attention package.
 
         Args:
-            model: the model.
+            facts: what the model shows.
             towers: its towers, whose tokens are not those of the documents.
             is_told: see the class.
             parts_tokens: see the class.
         """
+        model = facts.model
         beside = [tower for tower in towers if tower is not model]
-        inside = {module for tower in beside for module in tower.modules()}
-        if flash_implementation(module for module in model.modules() if module not in inside) is None:
+        inside = {module for tower in beside for module in facts.inside(tower)}
+        if flash_implementation(module for module in facts.names if module not in inside) is None:
             return
         step = cls(model, is_told=is_told, parts_tokens=parts_tokens)
         add_step(model, step)
         for tower in beside:  # some models pass all options of a call on to their towers
             tower.register_forward_pre_hook(step.without_borders, with_kwargs=True)
-        for name, module in model.named_modules():
+        for module, name in facts.names.items():
             if hasattr(module, "is_causal") and module not in inside:
                 module.register_forward_pre_hook(partial(step.check_attention, name), with_kwargs=True)
 

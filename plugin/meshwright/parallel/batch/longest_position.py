@@ -14,6 +14,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from meshwright.facts import Facts
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.batch.schema import Batch, BatchSchema
 from meshwright.parallel.collectives import maximum
@@ -25,15 +26,15 @@ class LongestPosition:
     """The longest position of the batch of the running pass, for the modules of a model that depend on it.
 
     Args:
-        model: the model, whose weights this rank holds already.
+        facts: what the model shows, whose weights this rank holds already.
         dp: the axis over which the batch is split.
         is_split: whether a pass runs as several micro-batches.
     """
 
-    def __init__(self, model: nn.Module, dp: Axis, *, is_split: bool):
+    def __init__(self, facts: Facts, dp: Axis, *, is_split: bool):
         self._dp = dp
         self._most: Tensor | None = None
-        found = [module for module in model.modules() if depends_on_longest(module)] if dp.size > 1 or is_split else []
+        found = [module for module in facts.names if depends_on_longest(module)] if dp.size > 1 or is_split else []
         self.is_needed = bool(found)
         for module in found:
             signature = inspect.signature(module.forward)

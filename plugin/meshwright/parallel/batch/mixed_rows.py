@@ -134,13 +134,13 @@ class BatchStatistics:
     """Refuses passes in which a BatchNorm layer would normalise by the statistics of a part of the batch.
 
     Args:
-        model: the model.
+        facts: what the model shows.
         plan: a function that returns the current plan, which says what splits the batch.
     """
 
-    def __init__(self, model: nn.Module, plan: Callable[[], ParallelPlan | None]):
+    def __init__(self, facts: Facts, plan: Callable[[], ParallelPlan | None]):
         self._plan = plan
-        self._layers = [(name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
+        self._layers = [(name, module) for module, name in facts.names.items() if isinstance(module, _BatchNorm)]
 
     def check(self) -> None:
         """Raise a PlanError if a layer is about to use the statistics of a part of the batch."""

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshwright.autograd import Node, TensorFunction
 from meshwright.errors import PlanError
+from meshwright.facts import Facts
 from meshwright.faults.statement import Statement
 from meshwright.parallel.autograd_graph import in_backward
 from meshwright.parallel.foreign_hooks import (
@@ -69,16 +70,16 @@ class HookedModules:
 
     def __init__(
         self,
-        model: nn.Module,
+        facts: Facts,
         *,
         is_split: bool,
         is_staged: bool = False,
         is_shared: bool = False,
         parted: Decoder | None = None,
     ):
-        self._modules = [(name, module) for name, module in model.named_modules() if name]
+        self._modules = [(name, module) for module, name in facts.names.items() if name]
         self._tables = [table for _, module in self._modules for table in hook_tables(module)]
-        parted_ids = {id(module) for module in _parted(model, parted)}
+        parted_ids = {id(module) for module in _parted(facts, parted)}
         self._parted = {name for name, module in self._modules if id(module) in parted_ids}
         self._hooks_seen: tuple[int, bool] | None = None
         self._has_warned = self._has_told = False
@@ -195,10 +196,10 @@ class _Watched(TensorFunction):
         return grad, None, None
 
 
-def _parted(model: nn.Module, structure: Decoder | None) -> list[nn.Module]:
+def _parted(facts: Facts, structure: Decoder | None) -> list[nn.Module]:
     """Return the modules whose inputs or outputs hold some of the tokens under context parallelism."""
     if structure is None:
         return []
-    around = [module for module in model.modules() if structure.layers[0] in set(module.modules())]
+    around = [module for module in facts.names if structure.layers[0] in facts.inside(module)]
     after = [module for module in (structure.final_norm, structure.head) if module is not None]
-    return [*around, *after, *(inner for layer in structure.layers for inner in layer.modules())]
+    return [*around, *after, *(inner for layer in structure.layers for inner in facts.inside(layer))]

@@ -42,10 +42,11 @@ class WholeHooks:
     def __init__(self, structure: DecoderStructure, axis: Axis, region: SequenceRegion | None):
         self.axis, self.region = axis, region
         self.inside = {module for block in structure.blocks for module in block.inside}
-        self.inside |= {module for owner in structure.routed for module in owner.modules() if module is not owner}
+        inside = structure.facts.inside
+        self.inside |= {module for owner in structure.routed for module in inside(owner) if module is not owner}
         self.entries = {m for block in structure.blocks for m in (block.module, *block.entries)} - self.inside
         parts = (*structure.layers, *(() if structure.final_norm is None else (structure.final_norm,)))
-        of_tokens = {module for part in parts for module in part.modules()} if region is not None else set()
+        of_tokens = {module for part in parts for module in inside(part)} if region is not None else set()
         self.modules = (self.entries | of_tokens | self.inside) - set(structure.embeddings)
         self._blocks = {block.module for block in structure.blocks}
         self.head, self._has_told = structure.head, False

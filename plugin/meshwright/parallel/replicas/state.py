@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
+from meshwright.facts import Facts
 from meshwright.faults.memory_digest import is_plain, memory_digest
 
 _SPARE = 16  # tensors that modules may register later and that are still compared
@@ -26,18 +27,19 @@ class ModuleTensors:
     pass left behind, such as the last hidden states, which belong to a rank's rows.
 
     Args:
-        model: the model.
+        model: the model, or its facts.
         layers: the decoder layers, if each rank of a pipeline runs only some of them.
         written_apart: whether each rank writes tensors of its own in forward, as BatchNorm does under DDP. Modules of
             which a tensor was written since this object was made are then left out.
     """
 
-    def __init__(self, model: nn.Module, layers: Iterable[nn.Module] = (), *, written_apart: bool = False):
-        self._model = model
-        self._versions = {module: _versions(module) for module in model.modules()} if written_apart else {}
+    def __init__(self, model: nn.Module | Facts, layers: Iterable[nn.Module] = (), *, written_apart: bool = False):
+        facts = Facts.of(model)
+        self._model = facts.model
+        self._versions = {module: _versions(module) for module in facts.names} if written_apart else {}
         self._kept = {
             module: kept
-            for module in model.modules()
+            for module in facts.names
             if (kept := [key for key, value in vars(module).items() if isinstance(value, Tensor)])
         }
         self._staged = {id(module) for layer in layers for module in layer.modules()}

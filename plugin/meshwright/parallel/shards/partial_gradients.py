@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.facts import Facts
 from meshwright.layout.tensor_layout import layout_if_any
 from meshwright.parallel.autograd_graph import in_backward, tensors_in
 from meshwright.parallel.shards.guard_windows import Window
@@ -60,15 +61,15 @@ class ModelWindow(Window):
     """Makes partial parameters plain ``nn.Parameter`` objects while the layers, or modules that hold them, run.
 
     Args:
-        model: the model.
+        facts: what the model shows.
         parameters: the model's partial parameters.
     """
 
-    def __init__(self, model: nn.Module, parameters: Iterable[nn.Parameter]):
+    def __init__(self, facts: Facts, parameters: Iterable[nn.Parameter]):
         self.parameters = list(parameters)
         ids = {id(p) for p in self.parameters}
         self._places = [
-            (module, name, p) for module in model.modules() for name, p in module._parameters.items() if id(p) in ids
+            (module, name, p) for module in facts.names for name, p in module._parameters.items() if id(p) in ids
         ]
         self._depth = 0
         self.close()

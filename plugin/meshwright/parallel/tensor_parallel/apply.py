@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from meshwright.errors import PlanError
+from meshwright.facts import Facts
 from meshwright.layout.packed_weights import PackedMatrix
 from meshwright.layout.row_layout import RowLayout
 from meshwright.layout.tensor_layout import TensorLayout, layout_of
@@ -146,7 +147,7 @@ def install_tensor_parallel(
     sequence = SequenceSharding(axis) if structure.is_sequence_parallel else None
     # Only inside of modules that route tokens does each rank have its own, without sequence parallelism.
     in_routed = SequenceSharding(axis) if structure.routed else None
-    inside = {id(module) for owner in structure.routed for module in owner.modules()}
+    inside = {id(module) for owner in structure.routed for module in structure.facts.inside(owner)}
     blocks = [
         BlockHooks(block, axis, in_routed if id(block.module) in inside else sequence, streams)
         for block in structure.blocks
@@ -193,19 +194,19 @@ def _check_reads_values(row: nn.Module, args: tuple[Tensor, ...]) -> None:
         )
 
 
-def guard_shards(model: nn.Module, blocks: Iterable[Block]) -> None:
+def guard_shards(facts: Facts, blocks: Iterable[Block]) -> None:
     """Make sharded parameters raise if read as the whole, except while their own modules or blocks run."""
-    for parameter in model.parameters():
+    for parameter in facts.parameters_inside(facts.model):
         if layout_of(parameter).is_sharded:
             guard(parameter)
     whole = [block.module for block in blocks if block.entries == (block.module,)]
     # Adapters of experts compute with all weights inside of them, before the modules of these run.
-    adapted = list(adapted_experts(model).values())
+    adapted = list(adapted_experts(facts).values())
     whole += [module for module in adapted if all(module is not other.base_layer for other in adapted)]
-    inside = {id(module) for block in whole for module in block.modules()}
+    inside = {id(module) for block in whole for module in facts.inside(block)}
     for module in whole:
-        Window(module.parameters()).over(module)
-    for module in model.modules():
+        Window(facts.parameters_inside(module)).over(module)
+    for module in facts.names:
         if id(module) not in inside:
             Window(module.parameters(recurse=False)).over(module)
         for name in ("merge_adapter", "unmerge_adapter"):
@@ -213,19 +214,19 @@ def guard_shards(model: nn.Module, blocks: Iterable[Block]) -> None:
                 add_step(module, OnShards(), name)
 
 
-def share_partial_gradients(model: nn.Module, decoder: nn.Module, structure: DecoderStructure) -> None:
+def share_partial_gradients(facts: Facts, structure: DecoderStructure) -> None:
     """Count the program's own use of a parameter once, although the runtime sums the parameter's gradient over tp.
 
     Args:
-        model: a model whose parameters have layouts.
-        decoder: the model, or the module inside its adapter wrappers.
+        facts: what a model shows whose parameters have layouts.
         structure: the decoder's structure.
     """
-    records = [(p, layout_of(p)) for p in model.parameters()]
+    decoder = structure.model
+    records = [(p, layout_of(p)) for p in facts.parameters_inside(facts.model)]
     partial = [p for p, layout in records if layout.has_addends and not layout.is_sharded]
-    of_towers = {p for tower in structure.towers for p in tower.parameters()}
-    window = ModelWindow(model, [p for p in partial if p not in of_towers])
-    tower_window = ModelWindow(model, [p for p in partial if p in of_towers])  # shared in calls of a tower alone
+    of_towers = facts.parameters_inside(*structure.towers)
+    window = ModelWindow(facts, [p for p in partial if p not in of_towers])
+    tower_window = ModelWindow(facts, [p for p in partial if p in of_towers])  # shared in calls of a tower alone
     for tower in structure.towers:
         tower_window.over(tower)
     blocks = [block.module for block in structure.blocks]

@@ -63,20 +63,20 @@ class Float8Layers:
     """The float8 layers of a model, each with the scales of the whole tensors.
 
     Args:
-        model: the model, whose parameters have their layouts.
+        facts: what the model shows, whose parameters have their layouts.
         mesh: this rank's place on the axes of the plan.
         reader_of: returns a function that reads a weight that ZeRO gathers in float8; None for other weights.
     """
 
-    def __init__(self, model: nn.Module, mesh: Mesh, reader_of: Callable[[nn.Parameter], ReadFloat8 | None]):
-        self.model = model
-        modules = model.modules()
+    def __init__(self, facts: Facts, mesh: Mesh, reader_of: Callable[[nn.Parameter], ReadFloat8 | None]):
+        self.model = facts.model
+        modules = facts.names
         self._linear = [
             (m, name, child) for m in modules for name, child in m.named_children() if isinstance(child, nn.Linear)
         ]
         # A rank with other tokens would have to run as many passes as this one.
         self.waits_for_tokens = False
-        for _, module in float8_layers(model):
+        for _, module in float8_layers(facts):
             if is_held(module.weight):
                 kernel = Float8Kernel(module, mesh, reader_of(module.weight))
                 set_kernel(module, kernel)

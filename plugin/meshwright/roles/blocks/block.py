@@ -151,7 +151,8 @@ class Block(BlockKind):
         In a layer that owns the projections, these are also what it owns without weights, such as an activation.
         """
         if self.names == (self.name,):
-            return tuple(m for m in self.module.modules() if m is not self.module or self.returns_projected)
+            inside = self.roled.facts.inside(self.module)
+            return inside if self.returns_projected else inside[1:]
         own = (self.roled.modules[name] for name in self.names if name in self.roled.modules)
         between = (m for m in self.module.children() if next(m.parameters(), None) is None)
         return (*own, *between)

@@ -99,11 +99,12 @@ def has_experts(facts: Facts) -> bool:
     return any(map(is_experts, facts.names))
 
 
-def owners_of_experts(model: nn.Module) -> list[nn.Module]:
+@fact
+def owners_of_experts(facts: Facts) -> list[nn.Module]:
     """Return the modules that call experts, perhaps through adapters of these."""
     return [
         module
-        for module in model.modules()
+        for module in facts.names
         if not is_adapted(module) and any(is_experts(projection(child)) for child in module.children())
     ]
 
