@@ -63,11 +63,11 @@ def record_context(decoder: Decoder) -> ContextRecord:
     """
     model, layers = decoder.model, decoder.layers
     first, second = (run_pass(decoder, length) for length in _LENGTHS)
-    names = {module: name for name, module in model.named_modules()}
-    mixers = mixers_of(model, decoder)
+    facts, names = decoder.facts, decoder.facts.names
+    mixers = mixers_of(facts, decoder)
     sites = tuple(_site(one, other) for one, other in zip(first.calls, second.calls, strict=True))
     for site in sites:
-        for module in site.module.modules():
+        for module in facts.inside(site.module):
             own = [child for child in module.children() if is_projection(child)]
             if module is not site.module and len(own) > 1 and not is_adapted(module):
                 raise PlanError(
@@ -78,7 +78,7 @@ def record_context(decoder: Decoder) -> ContextRecord:
     for layer in layers:
         if layer not in first.given:
             raise PlanError(f"{names[layer]} of {type(model).__name__} does not run in a forward pass. Use {INSTEAD}")
-        inside = set(layer.modules())
+        inside = set(facts.inside(layer))
         if layer in first.sources.scans and inside.isdisjoint(mixers.values()):
             raise PlanError(
                 f"{names[layer]} of {type(model).__name__} counts along the tokens of a row "
@@ -87,7 +87,7 @@ def record_context(decoder: Decoder) -> ContextRecord:
             )
         token_dims[layer] = _token_dims(first, second, layer, f"{names[layer]} of {type(model).__name__}")
         known = (*mixers.values(), *(site.module for site in sites if not site.kind.is_across))
-        if inside.isdisjoint(known) and not is_token_wise(layer):
+        if inside.isdisjoint(known) and not is_token_wise(facts, layer):
             raise PlanError(
                 f"{names[layer]} of {type(model).__name__} does not call transformers' attention interface, and it has "
                 f"more than norms, MLPs and experts: it may have an attention of its own. Use {INSTEAD}"
@@ -176,7 +176,7 @@ def _reshapes(decoder: Decoder) -> bool:
     handle = borders.last.register_forward_hook(cut)
     attach_attention(decoder, RecordedPass(decoder, _LENGTHS[0]))
     try:
-        output = run_without_values(decoder.model, rows=ROWS, length=_LENGTHS[0], source=SOURCE, instead=INSTEAD)
+        output = run_without_values(decoder.facts, rows=ROWS, length=_LENGTHS[0], source=SOURCE, instead=INSTEAD)
         logits = output.get("logits") if isinstance(output, Mapping) else None
         # What else a model of one's own returns shows nothing of the tokens that it is computed from.
         return not isinstance(logits, Tensor) or logits.shape[1] != some

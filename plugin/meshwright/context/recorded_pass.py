@@ -249,7 +249,7 @@ def run_pass(decoder: Decoder, length: int, source: int | None = SOURCE) -> Reco
     try:
         with found.watching(model):
             run_without_values(
-                model,
+                decoder.facts,
                 rows=ROWS,
                 length=length,
                 source=source,

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from meshwright.errors import PlanError, UncoveredParameterError
+from meshwright.facts import Facts
 from meshwright.parallel.tensor_parallel.structure import DecoderStructure
 from meshwright.roles import Decoder, Role, ShardingPlan
 from meshwright.roles.blocks import Mlp, has_attention, mixers_of
@@ -28,7 +29,7 @@ def check_token_wise(decoder: Decoder, plan: ShardingPlan | None) -> None:
         PlanError: if a module that stays whole under tp is given hidden states, and is no mixer, or a mixer has an
             attention inside.
     """
-    mixers = mixers_of(decoder.model, decoder)
+    mixers = mixers_of(decoder.facts, decoder)
     for name, mixer in mixers.items():
         if has_attention(mixer):
             raise PlanError(
@@ -42,10 +43,11 @@ def check_token_wise(decoder: Decoder, plan: ShardingPlan | None) -> None:
                 "each token by itself, as ParallelPlan.cp > 1 needs. Use ParallelPlan(cp=1)"
             )
         return
-    known = {m for layer in decoder.layers for m in _of_experts_in(layer)}
-    known |= {m for mixer in mixers.values() for m in mixer.modules()}
+    facts = decoder.facts
+    known = {m for layer in decoder.layers for m in _of_experts_in(facts, layer)}
+    known |= {m for mixer in mixers.values() for m in facts.inside(mixer)}
     unknown = {id(p) for layer in decoder.layers for p in _unknown(layer, known)}
-    named = [name for name, p in decoder.model.named_parameters(remove_duplicate=False) if id(p) in unknown]
+    named = [name for name, p in facts.parameters.items() if id(p) in unknown]
     if missing := [name for name in named if plan is None or not _has_role(name, plan)]:
         source = f"the structure of {type(decoder.model).__name__}" if plan is None else plan.source
         raise UncoveredParameterError(
@@ -53,19 +55,20 @@ def check_token_wise(decoder: Decoder, plan: ShardingPlan | None) -> None:
         )
 
 
-def is_token_wise(layer: nn.Module) -> bool:
+def is_token_wise(facts: Facts, layer: nn.Module) -> bool:
     """Return whether a layer has only norms, MLPs and modules with experts, each of which takes each token by itself.
 
     Another MLP inside of what owns experts is a shared expert. A module without weights is known if it is of torch or
     an activation function of transformers; one of the model's code may mix tokens, as a Fourier transform does.
     """
-    if any(_is_own_function(module) for module in layer.modules()):
+    inside = facts.inside(layer)
+    if any(map(_is_own_function, inside)):
         return False
-    sizes = {p.shape[0] for p in layer.parameters() if p.ndim == 1}
-    known = set(_of_experts_in(layer))
-    for module in layer.modules():
+    sizes = {p.shape[0] for p in facts.parameters_inside(layer) if p.ndim == 1}
+    known = set(_of_experts_in(facts, layer))
+    for module in inside:
         known |= {module.get_submodule(name) for size in sizes for name in Mlp.claim(module, size, {})}
-    own = [module for module in layer.modules() if list(module.parameters(recurse=False))]
+    own = [module for module in inside if list(module.parameters(recurse=False))]
     return bool(known) and all(module in known or is_norm(module, *sizes) for module in own)
 
 
@@ -82,10 +85,12 @@ def _has_role(name: str, plan: ShardingPlan) -> bool:
     return bool(name)
 
 
-def _of_experts_in(layer: nn.Module) -> Iterator[nn.Module]:
+def _of_experts_in(facts: Facts, layer: nn.Module) -> Iterator[nn.Module]:
     """Yield the modules of a layer with the weights of experts and routers."""
-    for _, module, role in routed_modules(layer):
-        yield from module.modules() if role is Role.EXPERTS else (module,)
+    inside = set(facts.inside(layer))
+    for _, module, role in routed_modules(facts):
+        if module in inside:
+            yield from facts.inside(module) if role is Role.EXPERTS else (module,)
 
 
 def _unknown(module: nn.Module, known: Collection[nn.Module]) -> Iterator[nn.Parameter]:

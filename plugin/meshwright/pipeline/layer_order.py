@@ -104,7 +104,7 @@ def _recorded(decoder: Decoder) -> tuple[_Recorder, Any]:
         try:
             with recorder.watching():
                 return recorder, run_without_values(
-                    decoder.model,
+                    decoder.facts,
                     rows=_ROWS,
                     length=_LENGTH,
                     labels=labels,

@@ -88,8 +88,8 @@ class Stages:
         self._is_after = False  # whether the running pass has left the last layer
         for name, module in step.model.named_modules():
             own = [f"{name}.{weight}" for weight, _ in module.named_parameters(recurse=False)]
-            inside = set(module.modules())
-            if own and not any(map(cut.holds, own)) and not any(layer in inside for layer in cut.layers):
+            is_absent = bool(own) and not any(map(cut.holds, own))
+            if is_absent and set(module.modules()).isdisjoint(cut.layers):
                 module.register_forward_pre_hook(functools.partial(self._enter_absent, name))
         self._of_towers = [step.model.get_submodule(name) for name in cut.order.passing]
         for layer, returned in zip(self._of_towers, cut.order.passing.values(), strict=True):

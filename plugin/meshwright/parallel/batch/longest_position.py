@@ -87,9 +87,11 @@ def depends_on_longest(module: nn.Module) -> bool:
     The module is tried on a copy: first with two positions, and then with a third that is far away.
     """
     parameters = inspect.signature(module.forward).parameters
+    if "position_ids" not in parameters:
+        return False
     buffers = [x for x in module.buffers() if x.is_floating_point()]
     is_small = next(module.parameters(), None) is None and bool(buffers)
-    if "position_ids" not in parameters or not is_small or any(type(x) is not Tensor or x.is_meta for x in buffers):
+    if not is_small or any(type(x) is not Tensor or x.is_meta for x in buffers):
         return False
     return any(_depends(module, choice) for choice in _choices(module, parameters))
 

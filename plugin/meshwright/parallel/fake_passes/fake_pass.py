@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from meshwright.errors import PlanError
+from meshwright.facts import Facts
 from meshwright.layout.packed_weights import packed_modules
 from meshwright.parallel.batch.schema import example
 from meshwright.parallel.foreign_hooks import without_foreign_hooks
@@ -42,7 +43,7 @@ _FORMS: dict[Any, tuple[Any, ...]] = {}
 
 
 def run_without_values(
-    model: nn.Module,
+    model: nn.Module | Facts,
     *,
     rows: int,
     length: int,
@@ -59,7 +60,7 @@ def run_without_values(
     fake tensors, which take two to four times as long.
 
     Args:
-        model: the decoder, with or without memory. It is not changed.
+        model: the decoder, with or without memory, or its facts. It is not changed.
         rows: the number of rows.
         length: the number of tokens in each row.
         labels: the shape of the labels; None for none.
@@ -73,8 +74,9 @@ def run_without_values(
     Raises:
         PlanError: if the decoder cannot be run in this way.
     """
+    facts = Facts.of(model)
     run = functools.partial(
-        _run, model, rows=rows, length=length, labels=labels, options=options or {}, watch=watch, source=source,
+        _run, facts, rows=rows, length=length, labels=labels, options=options or {}, watch=watch, source=source,
         is_done=is_done,
     )  # fmt: skip
     try:
@@ -91,13 +93,13 @@ def run_without_values(
         raise
     except Exception as why:
         raise PlanError(
-            f"{type(model).__name__} could not be run on tensors without values, which shows what runs before and "
-            f"after its layers ({type(why).__name__}: {why}). Use {instead}"
+            f"{type(facts.model).__name__} could not be run on tensors without values, which shows what runs before "
+            f"and after its layers ({type(why).__name__}: {why}). Use {instead}"
         ) from why
 
 
 def _run(
-    model: nn.Module,
+    facts: Facts,
     mode: ReadAsZero,
     *,
     rows: int,
@@ -112,13 +114,13 @@ def _run(
 
     The arguments are those of :func:`run_without_values`.
     """
-    packed = list(packed_modules(model))
+    model, packed = facts.model, list(packed_modules(facts))
     with contextlib.ExitStack() as stack:
         stack.enter_context(mode)
-        stack.enter_context(fake_values(model))
+        stack.enter_context(fake_values(facts))
         stack.enter_context(_without_hooks(model))
         # The program's hooks may keep or count what they get, in objects that nothing puts back.
-        stack.enter_context(without_foreign_hooks(x for x in model.modules() if x is not model))
+        stack.enter_context(without_foreign_hooks(x for x in facts.names if x is not model))
         stack.enter_context(_unchecked_distributions())
         stack.enter_context(_plain_flex())
         stack.enter_context(temporarily(torch.utils, swap_tensors=_swap))
@@ -126,7 +128,7 @@ def _run(
             stack.enter_context(watch)
         for _, module, packing in packed:
             module.forward = functools.partial(_packed, module, packing.shape)
-        for module in list(_routed(model)):
+        for module in list(_routed(facts)):
             module.forward = _experts  # not a step, which would stay: fake_values undoes what is set in a module
         signature = inspect.signature(model.forward)
         inputs = example(signature, rows=rows, length=length, source=source)
@@ -197,10 +199,10 @@ def _without_hooks(model: nn.Module) -> Iterator[None]:
         model._forward_hooks.update(before)
 
 
-def _routed(model: nn.Module) -> Iterator[nn.Module]:
+def _routed(facts: Facts) -> Iterator[nn.Module]:
     """Yield the experts that are called with tokens and a router's two choices for each, and return tokens."""
-    yield from filter(is_experts, model.modules())
-    for _, module, role in routed_modules(model):
+    yield from filter(is_experts, facts.names)
+    for _, module, role in routed_modules(facts):
         takes_choices = len(inspect.signature(module.forward).parameters) == 3
         if role is Role.EXPERTS and takes_choices and not is_experts(module):
             yield module
@@ -248,7 +250,7 @@ def _experts(x: Tensor, *_: Any, **__: Any) -> Tensor:
 
 
 @contextlib.contextmanager
-def fake_values(model: nn.Module) -> Iterator[None]:
+def fake_values(model: nn.Module | Facts) -> Iterator[None]:
     """Replace all parameters and buffers by ones without values, and undo all that the pass sets in the modules and
     the config.
 
@@ -256,9 +258,10 @@ def fake_values(model: nn.Module) -> Iterator[None]:
     """
     made: dict[int, Tensor] = {}
     owners: list[dict[Any, Any]] = []
-    if (config := getattr(model, "config", None)) is not None:
+    facts = Facts.of(model)
+    if (config := getattr(facts.model, "config", None)) is not None:
         owners.append(vars(config))  # where a head keeps what kind of problem its first labels show
-    for module in model.modules():
+    for module in facts.names:
         owners += (module._parameters, module._buffers, module._forward_hooks, vars(module))
     before = [(owner, dict(owner)) for owner in owners]
     try:
