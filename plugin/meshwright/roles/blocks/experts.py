@@ -39,10 +39,10 @@ def roles_of_experts(module: nn.Module) -> dict[str, Role]:
     if is_adapted(module):
         return {}
     children = dict(module.named_children())
-    experts = {name for name, child in children.items() if is_experts(projection(child))}
-    stacked = {name for name, child in children.items() if name not in experts and _is_own_code(name, child)}
+    experts = [name for name, child in children.items() if is_experts(projection(child))]
+    stacked = [name for name, child in children.items() if name not in experts and _is_own_code(name, child)]
     if not experts and _ROUTERS & children.keys():
-        experts, stacked = stacked, set()
+        experts, stacked = stacked, []
     # What looks at token ids would need those of this rank's tokens.
     if not experts or "input_ids" in inspect.signature(module.forward).parameters:
         return {}
@@ -53,11 +53,11 @@ def roles_of_experts(module: nn.Module) -> dict[str, Role]:
         if name in _ROUTERS or _is_gate(child) or (is_projection(child) and not is_layer)
     }
     inside = {f"{name}.{n}".rstrip("."): m for name, child in routers.items() for n, m in child.named_modules()}
-    token_wise = {name for name, m in inside.items() if _is_token_wise(m)}
+    token_wise = [name for name, m in inside.items() if _is_token_wise(m)]
     # Experts of a family's own code may hold their weights in a module of theirs.
     own = {name: children[name] for name in experts if not is_experts(projection(children[name]))}
     inside = {n: m for name, child in own.items() for n, m in child.named_modules(prefix=name) if m is not child}
-    parts = {name for name, m in inside.items() if list(m.parameters(recurse=False))}
+    parts = [name for name, m in inside.items() if list(m.parameters(recurse=False))]
     roles = dict.fromkeys(("", *token_wise, *stacked, *parts), Role.ROUTER)
     return roles | dict.fromkeys(experts, Role.EXPERTS)
 

@@ -1,0 +1,65 @@
+"""One walk shows a model to what decides about it and to what a plan installs, and a plan replaces no module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+import meshwright as mw
+from meshwright.facts import Facts, fact
+from support.models import build
+
+# Plan -> how often all modules are visited; it was 60, 91, 119 and 166 when each check walked over the model itself.
+PLANS = {"dp2": 36, "tp2+sp zero1": 36, "pp2 mb2": 54, "cp2": 46}
+
+
+def visits(plan: str) -> tuple[float, bool]:
+    """Return how often a call visits all modules, and whether the modules are then the same."""
+    model: Any = build("llama", num_hidden_layers=8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    before, count, walk = Facts(model), [0], nn.Module.named_modules
+
+    def counted(module: nn.Module, memo: Any = None, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        for found in walk(module, memo, *args, **kwargs):
+            count[0] += memo is None  # not again for each module around it
+            yield found
+
+    with mock.patch.object(nn.Module, "named_modules", counted):
+        mw.to_distributed(model, optimizer, plan=plan)
+    return count[0] / len(before.names), Facts(model).modules == before.modules
+
+
+def test_few_walks_and_the_same_modules(pool2: Any) -> None:
+    found = {plan: pool2.run(visits, plan)[0] for plan in PLANS}
+    assert all(is_same for _, is_same in found.values())
+    assert all(found[plan][0] <= most for plan, most in PLANS.items()), found
+
+
+def test_facts_are_those_of_a_walk() -> None:
+    model = build("llama")
+    model.lm_head = model.model.layers[0].mlp.up_proj  # a module with two names
+    facts, layer = Facts(model), model.model.layers[1]
+    assert facts.modules == dict(model.named_modules(remove_duplicate=False))
+    assert facts.names == {module: name for name, module in model.named_modules()}
+    assert facts.parameters == dict(model.named_parameters(remove_duplicate=False))
+    assert facts.inside(layer) == tuple(layer.modules()) and facts.inside(model) == tuple(model.modules())
+    assert list(facts.parameters_inside(layer)) == list(layer.parameters())
+    assert facts.part(layer).modules == dict(layer.named_modules(remove_duplicate=False))
+
+
+def test_what_is_found_is_found_once() -> None:
+    calls: list[nn.Module] = []
+
+    @fact
+    def count(facts: Facts) -> int:
+        calls.append(facts.model)
+        return len(facts.names)
+
+    model = nn.Linear(2, 2)
+    facts = Facts(model)
+    assert (count(facts), count(facts), count(model)) == (1, 1, 1)
+    assert calls == [model, model]  # a model has no facts of its own
