@@ -11,7 +11,7 @@ import copy
 import hashlib
 import inspect
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +31,6 @@ from meshwright.layout.blocks import numel
 from meshwright.layout.packed_weights import Attribute, matrix_shape, own_statistics, packed_modules, statistics_of
 from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.mesh.axes import Mesh
-from meshwright.parallel.collectives import all_gather
 from meshwright.parallel.tensor_parallel.apply import Keep, Shards, attach_shards, make_shards
 
 _SOURCE = "_meshwright_source"  # attribute of a tensor: the checkpoint that has its values, and their name there
@@ -211,47 +210,31 @@ class InitialWeights:
         if mesh.size == 1:
             return False
         tensors = [t.detach() for t in self._own_tensors(model)]
-        differ = self._equalise_draws(tensors, device)
-        if tensors:
-            digest = torch.stack([memory_digest(t) for t in tensors]).to(device)
-            ranks = digest[None]
-            for axis in mesh.factors.values():
-                ranks = all_gather(ranks, axis)
-            if not torch.equal(ranks, ranks[:1].expand_as(ranks)):
-                differ = True
-                for tensor in tensors:
-                    take_from_first(tensor, device)
-        return differ
-
-    def _equalise_draws(self, tensors: Sequence[Tensor], device: torch.device) -> bool:
-        """Give every rank the recipes of rank 0; return whether any rank's differed.
-
-        Args:
-            tensors: the tensors that this rank has made; their digests can be gathered only if all ranks made as many.
-            device: a device that the process group can communicate on.
-
-        Raises:
-            PlanError: if the ranks did not build the same model.
-        """
         tapes = list({id(recipe.tape): recipe.tape for recipe in self.recipes.values()}.values())
         form = [
             *(len(self.recipes), len(self.values), sorted(self.names.values())),
             *([(tuple(t.shape), t.dtype) for t in tensors], *(tape.form() for tape in tapes)),
         ]
-        texts = texts_of_all(json.dumps([hashlib.sha256(repr(form).encode()).hexdigest(), _digest(tapes)]))
-        digests = [json.loads(text) for text in texts]
-        if others := [rank for rank, (other, _) in enumerate(digests) if other != digests[0][0]]:
+        digests = [int(memory_digest(t)) for t in tensors]
+        own = [hashlib.sha256(repr(form).encode()).hexdigest(), _digest(tapes), repr(digests)]
+        ranks = [json.loads(text) for text in texts_of_all(json.dumps(own))]
+        first = ranks[0]
+        if others := [rank for rank, (other, *_) in enumerate(ranks) if other != first[0]]:
             raise PlanError(
                 f"rank(s) {', '.join(map(str, others))} built another model than rank 0, or passed another "
                 "ToDistributedConfig.weights, so weights would be initialised differently or come from other sources. "
                 "Build the same model and pass the same weights on every rank"
             )
-        if all(digest == digests[0][1] for _, digest in digests):
-            return False
-        for tape in tapes:
-            for tensor in (*tape.states, *tape.constants()):
-                take_from_first(tensor, device)
-        return True
+        drawn = [x for tape in tapes for x in (*tape.states, *tape.constants())]
+        differing = [
+            x
+            for place, group in ((1, drawn), (2, tensors))
+            if any(rank[place] != first[place] for rank in ranks)
+            for x in group
+        ]
+        for tensor in differing:
+            take_from_first(tensor, device)
+        return bool(differing)
 
     def _lacking(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the tensors on the meta device that have no source, by name."""

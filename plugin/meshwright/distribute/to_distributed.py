@@ -209,10 +209,14 @@ def _meet(plan: ParallelPlan, config: ToDistributedConfig, device: torch.device)
 
 def _equal_weights(facts: Facts, config: ToDistributedConfig, mesh: Mesh, device: torch.device) -> InitialWeights:
     """Find the weights to begin with, and make those that the ranks have built equal."""
-    model, attention = facts.model, flash_implementation(facts.names)
-    succeed_together(lambda: attention is not None and flash_function(attention))  # whose package may not load
-    source = settled(config.weights)
-    weights = succeed_together(lambda: InitialWeights.find(model, source))
+    model, source = facts.model, settled(config.weights)
+
+    def find() -> InitialWeights:
+        if (attention := flash_implementation(facts.names)) is not None:
+            flash_function(attention)  # whose package may not load
+        return InitialWeights.find(model, source)
+
+    weights = succeed_together(find)
     if weights.equalise(model, mesh, device):
         logger.warning("the ranks built the model with different weights; all of them now use those of the first rank")
     return weights
