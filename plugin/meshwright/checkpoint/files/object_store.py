@@ -154,9 +154,7 @@ class ObjectStore:
 
     def stage(self, target: Url, is_ours: Callable[[Url], bool], seal: str) -> StagedObjects:
         if not target.parent.partition("://")[2].strip("/"):
-            raise CheckpointError(
-                f"{target} has no folder around it; save to a folder below, such as {target / 'step-1'}"
-            )
+            raise CheckpointError(f"{target} is in no folder; save to one below it, such as {target / 'step-1'}")
         return StagedObjects(self, target, is_ours, seal)
 
     def staged(self, target: Url, name: str) -> tuple[Url, str]:
