@@ -42,8 +42,15 @@ class _Listed:
 
 
 class _OpenFile:
-    def __init__(self, path: Path, descriptor: int, size: int):
-        self.path, self.size, self._descriptor = path, size, descriptor
+    def __init__(self, path: Path, descriptor: int):
+        self.path, self._descriptor = path, descriptor
+
+    @property
+    def size(self) -> int:
+        status = os.fstat(self._descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise CheckpointError(f"{self.path} is not an ordinary file")
+        return status.st_size
 
     def read_some(self, offset: int, memory: memoryview) -> int:
         return os.preadv(self._descriptor, [memory], offset)
@@ -66,10 +73,7 @@ class LocalDisk:
         # Without waiting for a pipe's other end, which may never come.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | (0 if follows_links else os.O_NOFOLLOW))
         try:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):
-                raise CheckpointError(f"{path} is not an ordinary file")
-            yield _OpenFile(path, descriptor, status.st_size)
+            yield _OpenFile(path, descriptor)
         finally:
             os.close(descriptor)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import atexit
-import concurrent.futures.thread  # noqa: F401: before _wait_at_end is registered
+import concurrent.futures.thread  # noqa: F401 (its hook at the exit must come before ours)
 import itertools
 import logging
 import os
