@@ -83,6 +83,12 @@ def test_a_run_in_a_store(small: Small, tmp_path: Path, capsys: Any, caplog: Any
     assert mw.load_checkpoint(small.load().folder, small.model, small.optimizer).step == 4
     assert len(small.files.find(folder)) == 3 and not {*before[1:]} & {*small.files.find(folder)}
 
+    # A copy on the disk is a checkpoint too, which a save of another form replaces.
+    small.files.get(f"{folder}/", f"{tmp_path}/copied/", recursive=True)
+    assert mw.load_checkpoint(tmp_path / "copied", small.model, small.optimizer).step == 4
+    mw.save_checkpoint(tmp_path / "copied", small.model, small.optimizer)
+    assert sorted(path.name for path in (tmp_path / "copied").iterdir()) == of_one
+
     # Weights alone, and the commands.
     other = nn.Linear(4, 4)
     mw.load_weights(other, small.root)
@@ -127,7 +133,7 @@ def test_what_is_not_a_checkpoint_stays(small: Small, monkeypatch: pytest.Monkey
     assert small.load().step == 4 and len(small.files.find(own)) == 3
 
 
-def test_a_store_that_does_not_answer_is_not_an_empty_one(small: Small) -> None:
+def test_a_store_that_does_not_answer_is_not_an_empty_one(small: Small, caplog: Any) -> None:
     """A run that resumes would begin anew, and one that saves would forget the order."""
     for step in (1, 2):
         small.save(f"step-{step}", step=step)
@@ -140,6 +146,11 @@ def test_a_store_that_does_not_answer_is_not_an_empty_one(small: Small) -> None:
     with mock.patch.object(MemoryFileSystem, "pipe_file", refuse), pytest.raises(RemoteError):
         small.save("step-2", step=4)
     assert small.load().step == 2 and len(small.names()) == 6
+    with mock.patch.object(MemoryFileSystem, "rm_file", refuse):  # after the commit it is no failure
+        small.save("step-2", step=3, keep=1)
+    assert small.load().step == 3 and len(small.names()) == 8 and "The new checkpoint is complete" in caplog.text
+    small.save("step-2", step=4, keep=1)
+    assert len(small.names()) == 3
 
 
 def test_what_works_on_local_disks_only_is_refused(tmp_path: Path) -> None:

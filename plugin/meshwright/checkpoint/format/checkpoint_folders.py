@@ -160,6 +160,13 @@ def newest_checkpoint(parent: Place) -> tuple[Place, Manifest] | None:
 
 def keep_newest(parent: Place, count: int, run: str) -> None:
     """Remove the whole checkpoints of a run from a folder, except its newest ``count`` and those with other files."""
+    try:
+        _remove_oldest(parent, count, run)
+    except RemoteError as error:
+        logger.warning("older checkpoints in %s could not be removed (%s). The new one is complete", parent, error)
+
+
+def _remove_oldest(parent: Place, count: int, run: str) -> None:
     whole = []
     for path in _all_folders(parent):
         if Mark.of(path / NAME).run != run:
