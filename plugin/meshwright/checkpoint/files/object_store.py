@@ -101,12 +101,16 @@ class _NewObject:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:
-            return self.close()
-        with contextlib.suppress(Exception):
-            self._file.discard()
-            self._file.closed = True  # otherwise its destructor would complete it
-        return None
+        is_complete = False
+        try:
+            if kind is None:
+                self.close()
+                is_complete = True
+        finally:
+            if not is_complete:
+                with contextlib.suppress(Exception):
+                    self._file.discard()
+                    self._file.closed = True  # otherwise its destructor would complete it
 
 
 class ObjectStore:
