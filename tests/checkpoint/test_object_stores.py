@@ -236,10 +236,9 @@ def in_the_pool(root: str, cases: list[tuple[str, int, int]]) -> Any:
 
 
 def test_a_save_to_a_store_that_ends_at_any_step(pool2: Any, tmp_path: Path) -> None:
-    cases = [("kill", 0, 1), ("kill", 1, 2), ("error", 0, 3), ("error", 1, 2)]
+    cases = [("kill", 0, 1), ("kill", 1, 2), ("error", 0, 5)]  # the first rank writes last, and removes
     for total, wrong in pool2.run(in_the_pool, f"shared://{tmp_path}", cases, timeout=200)[0]:
         assert total > 1 and not wrong, "\n".join(wrong)
-        print(total)
 
 
 def save_under(plan: dict[str, Any], root: str) -> None:
