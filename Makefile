@@ -32,6 +32,11 @@ OLD_HF_TESTS := $(wildcard tests/integrations/test_trainer*.py tests/integration
 	$(wildcard tests/integrations/test_hf_[bd]*.py) tests/data/test_loader.py tests/checkpoint/test_save_pretrained.py \
 	tests/roles/test_families.py tests/distribute/test_parity.py
 
+# A client and a server of S3, beside .venv likewise: botocore needs an older dateutil than constraints.txt pins.
+S3 := s3fs==2026.9.0 moto==5.2.5 boto3==1.43.117 botocore==1.43.117 py-partiql-parser flask flask-cors
+S3_BIN := .venv-s3/bin
+S3_INSTALLED := .venv-s3/.installed-$(shell { cat pyproject.toml constraints.txt; echo '$(TORCH) $(S3)'; } | cksum | cut -d ' ' -f 1)
+
 # Newer versions than constraints.txt pins, in an environment of their own; all but the crossings run.
 NEWEST ?= torch==2.14.1 transformers==5.24.0
 NEWEST_BIN := .venv-newest/bin
@@ -47,7 +52,7 @@ IN_PARALLEL = -q -n $(WORKERS) --dist worksteal --junitxml=build/tests/$@.xml
 PYTEST = $(BIN)/python -m pytest $(IN_PARALLEL)
 OLD_HF_PYTEST = $(OLD_HF_BIN)/python -m pytest $(IN_PARALLEL) $(OLD_HF_TESTS) -m 'not crossing and not nightly'
 
-.PHONY: help setup browser slurm clusters demo test-quick test test-all test-nightly test-old-hf test-oldest test-newest coverage wheel kills random-kills resumes lint docs bench bench-data bench-checkpoints bench-planner bench-choice bench-context bench-experts bench-owners bench-referee bench-host gpu families programs verify clean
+.PHONY: help setup browser slurm clusters demo test-quick test test-all test-nightly test-old-hf test-s3 test-oldest test-newest coverage wheel kills random-kills resumes lint docs bench bench-data bench-checkpoints bench-planner bench-choice bench-context bench-experts bench-owners bench-referee bench-host gpu families programs verify clean
 .DEFAULT_GOAL := help
 
 help:
@@ -57,6 +62,7 @@ help:
 	@echo 'make test-all      also the crossings of families, plans, schedules and kills; 40 to 50 minutes on 2 cores'
 	@echo 'make test-nightly  the rest of these crossings, of which test-all runs a part; an hour and a half'
 	@echo 'make test-old-hf   the Trainer, accelerate, data and models with the oldest transformers; part of test-all'
+	@echo 'make test-s3       checkpoints over the protocol of S3, from a server on this machine; two minutes'
 	@echo 'make test-oldest   a subset with the oldest torch, transformers and accelerate, in .venv-oldest (5 GB)'
 	@echo 'make test-newest   make test with newer versions than those of make setup, in .venv-newest (6 GB)'
 	@echo 'make coverage      the lines and branches that test-quick runs, in all of its processes'
@@ -216,7 +222,7 @@ bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks
 
 clean:
-	rm -rf .venv .venv-old-hf .venv-oldest .venv-newest .venv-wheel runs build dist site .coverage* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-old-hf .venv-s3 .venv-oldest .venv-newest .venv-wheel runs build dist site .coverage* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 	rm -rf *.egg-info
 
@@ -258,6 +264,16 @@ $(OLD_HF_INSTALLED): $(TESTABLE)
 	$(OLD_HF_BIN)/python -m pip install --quiet $(OLD_HF) \
 		|| { echo '$(OLD_HF) could not be installed from the package index (the lines above say why). The tests with' \
 			'the oldest versions need it once. To run the others without it: make test, and pytest -m crossing' >&2; exit 1; }
+	touch $@
+
+test-s3: $(S3_INSTALLED)
+	$(S3_BIN)/python -m pytest -q tests/checkpoint/test_s3.py
+
+$(S3_INSTALLED): $(TESTABLE)
+	$(BIN)/python -m venv --clear .venv-s3
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+		> "$$($(S3_BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/beside.pth"
+	$(S3_BIN)/python -m pip install --quiet $(S3)
 	touch $@
 
 $(NEWEST_INSTALLED):

@@ -292,10 +292,10 @@ def bytes_read(folder: Path, sizes: dict[str, int]) -> tuple[int, int]:
     count = 0
     real = part_files.read_into
 
-    def counted(descriptor: int, path: Path, offset: int, memory: memoryview) -> None:
+    def counted(reader: Any, offset: int, memory: memoryview) -> None:
         nonlocal count
         count += len(memory)
-        real(descriptor, path, offset, memory)
+        real(reader, offset, memory)
 
     with mock.patch.object(part_files, "read_into", counted):
         mw.load_weights(model, folder)

@@ -161,9 +161,9 @@ def test_a_save_that_hangs_is_named(job: Any, tmp_path: Path, monkeypatch: Any, 
     """Alone, without another rank that could miss it: at once in the log, and by the next save."""
     go_on, write = threading.Event(), RankPart.write
 
-    def hang(self: RankPart, path: Path, on_write: Any) -> Any:
+    def hang(self: RankPart, *args: Any) -> Any:
         go_on.wait()
-        return write(self, path, on_write)
+        return write(self, *args)
 
     monkeypatch.setattr(part_files.RankPart, "write", hang)
     monkeypatch.setattr(background, "ToDistributedConfig", lambda: mw.ToDistributedConfig(timeout_s=0.4))

@@ -11,6 +11,7 @@ from pathlib import Path
 from accelerate import Accelerator
 
 from meshwright.checkpoint.files.lineage import UNNAMED, Mark
+from meshwright.checkpoint.files.place import local_path
 from meshwright.checkpoint.files.staged_folder import remove_visible_folder, restore_replaced
 from meshwright.checkpoint.sealed.seal import NAME as SEAL
 from meshwright.checkpoint.sealed.seal import Seal, in_order
@@ -40,8 +41,8 @@ def folder_to_save(accelerator: Accelerator, output_dir: str | os.PathLike[str] 
     if not accelerator.project_configuration.automatic_checkpoint_naming:
         if output_dir is None:
             raise ValueError("save_state needs output_dir=, since automatic checkpoint naming is disabled")
-        return Path(os.path.expanduser(output_dir))
-    target = Path(_automatic(accelerator), f"checkpoint_{accelerator.save_iteration}")
+        return local_path(os.path.expanduser(output_dir), "save_state")
+    target = _automatic(accelerator) / f"checkpoint_{accelerator.save_iteration}"
     if on_first_rank(target.exists):
         raise ValueError(
             f"{target} exists; set accelerator.project_configuration.iteration to the number after the last checkpoint"
@@ -56,7 +57,7 @@ def folder_to_load(accelerator: Accelerator, input_dir: str | os.PathLike[str] |
         CheckpointError: if the folder is not whole, or no automatic checkpoint is; it names what is wrong.
     """
     if input_dir is not None:
-        folder = Path(os.path.expanduser(input_dir))
+        folder = local_path(os.path.expanduser(input_dir), "load_state")
         on_first_rank(lambda: restore_replaced(folder.parent))
         if not on_first_rank(folder.is_dir):
             raise CheckpointError(f"there is no checkpoint at {folder}")
@@ -96,7 +97,7 @@ def remove_oldest(accelerator: Accelerator, run: str) -> None:
 
 
 def _automatic(accelerator: Accelerator) -> Path:
-    return Path(accelerator.project_dir, "checkpoints")
+    return local_path(accelerator.project_dir, "ProjectConfiguration.project_dir") / "checkpoints"
 
 
 def _newest_first(parent: Path) -> list[str]:

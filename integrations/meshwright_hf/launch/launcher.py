@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from meshwright.checkpoint.files.place import Place
 from meshwright.checkpoint.files.staged_folder import SAVED_VARIABLE, noted
 from meshwright.checkpoint.format.checkpoint_folders import find_checkpoint, is_checkpoint
 from meshwright.checkpoint.sealed.seal import Seal
@@ -325,12 +326,12 @@ def saves_noted() -> Iterator[Callable[[Launch], list[str]]]:
         yield lambda job: _last_words(job, noted(path))
 
 
-def _last_words(job: Launch, saved: list[Path]) -> list[str]:
+def _last_words(job: Launch, saved: list[Place]) -> list[str]:
     newest = next(filter(_is_whole, saved), None)
     if newest is None:
         return []
     lines, resume = [f"the newest whole checkpoint of this run is {newest}"], []
-    if (newest / _OF_TRAINER).exists():
+    if isinstance(newest, Path) and (newest / _OF_TRAINER).exists():
         resume = ["--resume", str(newest)]
     elif is_checkpoint(newest) and not job.names(b"load_checkpoint"):
         lines.append(
@@ -340,11 +341,13 @@ def _last_words(job: Launch, saved: list[Path]) -> list[str]:
     return [*lines, f"the command that goes on from it: {_command(job, resume)}"]
 
 
-def _is_whole(folder: Path) -> bool:
+def _is_whole(folder: Place) -> bool:
     """Return whether a folder is a checkpoint to go on from, not of the model alone, and has all of its files."""
     try:
         if is_checkpoint(folder):
             return find_checkpoint(folder) is not None
+        if not isinstance(folder, Path):
+            return False
         is_of_run = (folder / _OF_TRAINER).exists() or any(folder.glob("random_states_*"))
         return is_of_run and not Seal.read(folder).problems(folder)
     except (CheckpointError, OSError):

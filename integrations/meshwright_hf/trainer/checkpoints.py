@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.checkpoint.files.lineage import Lineage, Mark
+from meshwright.checkpoint.files.place import local_path
 from meshwright.checkpoint.format.load_checkpoint import show_loaded
 from meshwright.checkpoint.format.object_states import check_state_of
 from meshwright.checkpoint.one_device.stock_optimizer import load_stock_optimizer, read_pickle
@@ -81,6 +82,7 @@ class CheckpointMixin(StockTrainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         directory = self.args.output_dir if output_dir is None else output_dir
+        local_path(directory, "save_model")
         on_first_rank(lambda: os.makedirs(directory, exist_ok=True))
         save_weights(self.model, directory)
         processor = self.processing_class or getattr(self.data_collator, "tokenizer", None)

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 
+from meshwright.checkpoint.files.place import local_path
 from meshwright.compiling import without_compilation
 from meshwright.distribute.attach_optimizer import plan_to_complete
 from meshwright.distribute.check_quantised import is_packed, is_quantised, method_of
@@ -79,9 +80,11 @@ def check_arguments(args: TrainingArguments) -> None:
 
     Raises:
         PlanError: if there is such a field; the message names it and what to use instead.
+        CheckpointError: if ``output_dir`` is a URL, where the Trainer's own files cannot be.
     """
     if args is None:
         return
+    local_path(args.output_dir or ".", "TrainingArguments.output_dir")
     for reason in _refusals(args):
         raise PlanError(reason)
 

@@ -10,6 +10,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from meshwright.checkpoint.files.lineage import UNNAMED, UNNUMBERED, Mark
+from meshwright.checkpoint.files.place import local_path
 from meshwright.checkpoint.files.staged_folder import remove_visible_folder, restore_replaced
 from meshwright.checkpoint.one_device.stock_optimizer import check_pickle
 from meshwright.checkpoint.one_device.weight_files import WeightFiles
@@ -58,7 +59,7 @@ def checkpoint_to_resume(output_dir: str, wanted: bool | str | os.PathLike[str] 
     if wanted is None or wanted is False:
         return None
     if wanted is not True:
-        path = Path(wanted)
+        path = local_path(wanted, "resume_from_checkpoint")
         on_first_rank(lambda: restore_replaced(path.parent))
         _check(path)
         return os.fspath(wanted)

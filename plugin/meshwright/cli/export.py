@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import json as json_format
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -23,9 +22,12 @@ class Dtype(enum.StrEnum):
 
 def export(
     checkpoint: Annotated[
-        Path, typer.Argument(metavar="CHECKPOINT", help="Checkpoint, or folder of checkpoints (then the newest).")
+        str,
+        typer.Argument(
+            metavar="CHECKPOINT", help="Checkpoint, or folder of checkpoints (then the newest); path or URL."
+        ),
     ],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write.")],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="Folder to write.")],
     max_shard_size: Annotated[
         str, typer.Option(help="Largest size of a file; a tensor above this size gets a file of its own.")
     ] = "5GB",

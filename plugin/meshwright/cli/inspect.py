@@ -14,7 +14,7 @@ from meshwright.cli.say import say
 
 
 def inspect(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Checkpoint, or folder of checkpoints.")],
+    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="Checkpoint, or folder of checkpoints; path or URL.")],
     check: Annotated[
         bool, typer.Option("--check/--no-check", help="Read all tensors and compare them with their digests.")
     ] = True,
@@ -41,20 +41,22 @@ def inspect(
         sys.exit(_inspect(folder, check, json))
 
 
-def _inspect(folder: Path, check: bool, json: bool) -> int:
+def _inspect(named: str, check: bool, json: bool) -> int:
     # Imported here so that --help is fast.
+    from meshwright.checkpoint.files.place import place
     from meshwright.checkpoint.format.checkpoint_folders import find_checkpoint, is_checkpoint, newest_checkpoint
     from meshwright.checkpoint.inspect.foreign_checkpoint import find_foreign
     from meshwright.checkpoint.inspect.inspect_checkpoint import inspect_checkpoint
     from meshwright.checkpoint.inspect.inspection_report import as_dict, as_text, listing, listing_lines
     from meshwright.errors import CheckpointError
 
-    if folder.exists() and not folder.is_dir():
+    folder = place(named)
+    if isinstance(folder, Path) and folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder} is a file; name the folder of a checkpoint")
     chosen, rows = folder, None
     if not is_checkpoint(folder):
         rows = listing(folder) or None
-        if rows is None and (foreign := find_foreign(folder)):
+        if rows is None and isinstance(folder, Path) and (foreign := find_foreign(folder)):
             return _inspect_foreign(foreign, check, json)
         newest = newest_checkpoint(folder)
         if rows and newest is None:

@@ -9,11 +9,13 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from meshwright.checkpoint.files.place import Place
+
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextlib.contextmanager
-def naming_the_disk(target: Path, needed: int = 0) -> Iterator[None]:
+def naming_the_disk(target: Place, needed: int = 0) -> Iterator[None]:
     """Name the folder in the error of a full disk that is raised in this context.
 
     Args:
@@ -33,10 +35,10 @@ def naming_the_disk(target: Path, needed: int = 0) -> Iterator[None]:
     except OSError as error:
         if error.errno not in _FULL or error.errno is None:
             raise
-        needs = f"this rank needs {needed:,} bytes, and " if needed else ""
+        needs, free = f"this rank needs {needed:,} bytes, and " if needed else "", _free(Path(target))
         raise OSError(
             error.errno,
-            f"{os.strerror(error.errno)}: {needs}{_free(target)} are free in {target.parent}. What was saved there "
+            f"{os.strerror(error.errno)}: {needs}{free} are free in {target.parent}. What was saved there "
             f"before is whole. Free space, or save to another disk",
             str(target),
         ) from error

@@ -13,10 +13,10 @@ import uuid
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 from torch import nn
 
+from meshwright.checkpoint.files.place import Place
 from meshwright.checkpoint.files.reading import read_start
 from meshwright.compiling import without_compilation
 from meshwright.errors import CheckpointError
@@ -42,7 +42,7 @@ class Mark:
     run: str = UNNAMED
 
     @staticmethod
-    def of(path: Path) -> Mark:
+    def of(path: Place) -> Mark:
         """Read the first bytes of a manifest or a seal, so that a large or hostile neighbour costs nothing."""
         start = read_start(path, _START)
         number, run = _NUMBER.search(start), _RUN.search(start)
@@ -67,7 +67,7 @@ class Lineage:
         """Go on with the run of a checkpoint that was loaded."""
         self.run, self.last = mark.run, mark.number
 
-    def next(self, target: Path, neighbours: Iterable[Path]) -> Mark:
+    def next(self, target: Place, neighbours: Iterable[Place]) -> Mark:
         """Return the mark of a new checkpoint; the folder must be locked.
 
         Args:
@@ -99,7 +99,7 @@ class Lineage:
         return _SEEN[target]
 
 
-def begin_save(target: Path) -> None:
+def begin_save(target: Place) -> None:
     """Remember whose checkpoint a folder has when this program begins to save to it.
 
     Args:
@@ -109,7 +109,7 @@ def begin_save(target: Path) -> None:
 
 
 # What this program has last seen in the folders that it saves to. It may replace that, and no other program's.
-_SEEN: dict[Path, Mark] = {}
+_SEEN: dict[Place, Mark] = {}
 
 # By model, since a program may save several below one folder. Not an attribute: models are copied and pickled.
 _OF_MODELS: weakref.WeakKeyDictionary[nn.Module, Lineage] = weakref.WeakKeyDictionary()

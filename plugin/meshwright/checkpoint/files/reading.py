@@ -1,6 +1,6 @@
 """Reads a checkpoint's files, and writes those JSON files that hold their own digest.
 
-A file that is missing, too short or not an ordinary file raises an error that names it. A JSON file with a digest has
+A file that is missing, too short or not an ordinary one raises an error that names it. A JSON file with a digest has
 one object, whose first member is the digest of all bytes after it.
 """
 
@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from meshwright import outside_files
-from meshwright.checkpoint.files import disk
+from meshwright.checkpoint.files.place import Place, RemoteError
+from meshwright.checkpoint.files.storage import Reader, storage_of
 from meshwright.errors import CheckpointError
 from meshwright.outside_files import MEMORY, OddFileError
 
@@ -24,21 +24,28 @@ _PREFIX = b'{"digest":"'
 
 
 @contextlib.contextmanager
-def reading(path: Path) -> Iterator[int]:
-    """Open a file of a checkpoint, which must be an ordinary file, for reading."""
+def reading(path: Place, *, until: int | None = None, follows_links: bool = False) -> Iterator[Reader]:
+    """Open a file of a checkpoint, which must be an ordinary file, for reading.
+
+    Args:
+        path: the file.
+        until: the byte before which the caller will read in order, if it is known.
+        follows_links: whether the file may be a link.
+
+    Raises:
+        CheckpointError: if the file cannot be opened, or the block cannot read it.
+        RemoteError: if its store does not answer, so that nothing is known of the file.
+    """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with storage_of(path).reading(path, until=until, follows_links=follows_links) as reader:
+            yield reader
+    except RemoteError:
+        raise
     except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    try:
-        yield descriptor
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    finally:
-        os.close(descriptor)
+        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
 
 
-def read_json(path: Path, *, allowance: int = 0) -> Any:
+def read_json(path: Place, *, allowance: int = 0) -> Any:
     """Read a file of JSON, which must be an ordinary file.
 
     Args:
@@ -48,16 +55,14 @@ def read_json(path: Path, *, allowance: int = 0) -> Any:
     Raises:
         CheckpointError: if it cannot be read, is too large, or is not JSON (see ``parse_json``).
     """
-    with reading(path) as descriptor:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise CheckpointError(f"{path} is not an ordinary file")
-        if (size := os.fstat(descriptor).st_size) > MEMORY + allowance:
+    with reading(path) as reader:
+        if (size := reader.size) > MEMORY + allowance:
             raise CheckpointError(f"{path} is damaged: it has {size} bytes, which no such file has")
-        content = read_exactly(descriptor, path, 0, size)
+        content = read_exactly(reader, 0, size)
     return parse_json(content, path, allowance=allowance)
 
 
-def parse_json(content: bytearray, path: Path, *, allowance: int = 0) -> Any:
+def parse_json(content: bytearray, path: Place, *, allowance: int = 0) -> Any:
     """Return the value of a JSON text of a checkpoint's file, as ``outside_files.parse_json`` does.
 
     Raises:
@@ -84,27 +89,27 @@ def first_of(fields: dict[str, Any], name: str) -> Any:
     return found[0] if isinstance(found, list) and found else None
 
 
-def read_exactly(descriptor: int, path: Path, offset: int, length: int) -> bytearray:
+def read_exactly(reader: Reader, offset: int, length: int) -> bytearray:
     """Read ``length`` bytes from ``offset`` on.
 
     Raises:
         CheckpointError: if the file ends earlier.
     """
     content = bytearray(length)
-    read_into(descriptor, path, offset, memoryview(content))
+    read_into(reader, offset, memoryview(content))
     return content
 
 
-def read_into(descriptor: int, path: Path, offset: int, memory: memoryview) -> None:
+def read_into(reader: Reader, offset: int, memory: memoryview) -> None:
     """Fill some memory with the bytes from ``offset`` on.
 
     Raises:
         CheckpointError: if the file ends earlier.
     """
     while len(memory):
-        count = os.preadv(descriptor, [memory], offset)
+        count = reader.read_some(offset, memory)
         if count == 0:
-            raise CheckpointError(f"{path} is damaged: it ends at byte {offset}, and more was saved")
+            raise CheckpointError(f"{reader.path} is damaged: it ends at byte {offset}, and more was saved")
         memory, offset = memory[count:], offset + count
 
 
@@ -115,33 +120,34 @@ def digest(memory: memoryview | bytes | bytearray) -> str:
     return xxhash.xxh3_128_hexdigest(memory)
 
 
-def write_digested(path: Path, name: str, content: dict[str, object]) -> None:
-    """Write a new file, and flush it to the disk.
+def write_digested(path: Place, name: str, content: dict[str, object]) -> None:
+    """Write a file in one step, and flush it to the disk.
 
     Args:
-        path: the file, which must not exist.
+        path: the file, which must not exist on a disk.
         name: the name of the object's second member.
         content: its value.
     """
     body = json.dumps(content, indent=1, allow_nan=True).encode() + b"}\n"
-    disk.write_file(path, _PREFIX + digest(body).encode() + _middle(name) + body)
+    storage_of(path).write_file(path, _PREFIX + digest(body).encode() + _middle(name) + body)
 
 
-def read_start(path: Path, length: int) -> bytes:
+def read_start(path: Place, length: int) -> bytes:
     """Return the first bytes of a file, unchecked; none of a file that cannot be read."""
+    content = bytearray(length)
     try:
-        with reading(path) as descriptor:
-            return os.pread(descriptor, length, 0)
+        with reading(path) as reader:
+            return bytes(content[: reader.read_some(0, memoryview(content))])
     except CheckpointError:
         return b""
 
 
-def digest_in(path: Path) -> str:
+def digest_in(path: Place) -> str:
     """Return the digest that a file of ``write_digested`` holds of its content, unchecked."""
     return read_start(path, len(_PREFIX) + 32)[len(_PREFIX) :].decode(errors="replace")
 
 
-def read_digested(path: Path, name: str, *, allowance: int = 0) -> Any:
+def read_digested(path: Place, name: str, *, allowance: int = 0) -> Any:
     """Read what ``write_digested`` wrote.
 
     Args:
@@ -154,13 +160,13 @@ def read_digested(path: Path, name: str, *, allowance: int = 0) -> Any:
     """
     middle = _middle(name)
     length = len(_PREFIX) + 32 + len(middle)
-    with reading(path) as descriptor:
-        size = os.fstat(descriptor).st_size
-        start = os.pread(descriptor, length, 0)
+    with reading(path) as reader:
+        size = reader.size
+        start = bytes(read_exactly(reader, 0, min(length, size)))
         claimed = start[len(_PREFIX) : len(_PREFIX) + 32]
         # A file of another form is not read, however large it is.
         is_ours = start == _PREFIX + claimed + middle and length < size <= MEMORY + allowance
-        body = read_exactly(descriptor, path, length, size - length) if is_ours else bytearray()
+        body = read_exactly(reader, length, size - length) if is_ours else bytearray()
     if not is_ours or digest(body).encode() != claimed or not body.endswith(b"}\n"):
         raise CheckpointError(f"{path} is damaged: it is not what was saved; load another checkpoint")
     del body[-2:]

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import TypeVar
 
+from meshwright.checkpoint.files.place import Place
 from meshwright.errors import CheckpointError
 from meshwright.faults.together import exchange_together
 
 T = TypeVar("T")
 
 
-def read_same(folder: Path, read: Callable[[], tuple[T, str]]) -> T:
+def read_same(folder: Place, read: Callable[[], tuple[T, str]]) -> T:
     """Read the same files on all ranks; every rank must make the call.
 
     Args:
@@ -27,7 +27,7 @@ def read_same(folder: Path, read: Callable[[], tuple[T, str]]) -> T:
     return found
 
 
-def check_same(folder: Path, digests: list[str]) -> None:
+def check_same(folder: Place, digests: list[str]) -> None:
     """Raise a CheckpointError that names the ranks, if they have read other digests in a folder than rank 0."""
     if others := [rank for rank, other in enumerate(digests) if other != digests[0]]:
         raise CheckpointError(

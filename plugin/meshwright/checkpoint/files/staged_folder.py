@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from meshwright.checkpoint.files import disk
+from meshwright.checkpoint.files.place import Place, place
 from meshwright.errors import CheckpointError
 from meshwright.printable import shell_word
 
@@ -48,7 +49,7 @@ _DAY = 24 * 3600  # seconds without a write, after which a job of another host i
 class StagedFolder:
     """The hidden folder of one save, on the rank that commits it.
 
-    ``path`` is the folder to write to. It has the name of the target and lies in the hidden folder.
+    ``path`` is the folder to write to. It has the name of the target and lies in the hidden folder, ``name``.
 
     Args:
         target: the folder that the save gets.
@@ -68,7 +69,7 @@ class StagedFolder:
         disk.make_folder(target.parent)
         remove_leftovers(target.parent)
         self._hidden, self._lock = _locked_folder(target)
-        self.path = self._hidden / target.name
+        self.path, self.name, self.tag = self._hidden / target.name, self._hidden.name, ""
         try:
             disk.make_folder(self.path)
         except BaseException:
@@ -134,7 +135,7 @@ def staged_path(target: Path, hidden: str) -> Path:
     return path
 
 
-def seen_in_time(is_there: Callable[[], bool], parent: Path) -> bool:
+def seen_in_time(is_there: Callable[[], bool], parent: str | os.PathLike[str]) -> bool:
     """Return whether a condition on files holds within some seconds, since hosts see each other's files late.
 
     Args:
@@ -203,23 +204,15 @@ def restore_replaced(parent: Path) -> None:
                 disk.rename(path, parent / name)
 
 
-def about_to_be_replaced(target: Path) -> Path | None:
-    """Return the path of a folder whose replacement was killed between its two renames; None if it is in place."""
-    if target.exists():
-        return None
-    found = (path for path, name, kind in hidden_folders(target.parent) if (name, kind) == (target.name, "replaced"))
-    return next(found, None)
+def replaced_folders(parent: Path) -> dict[str, Path]:
+    """Return the paths of the folders whose replacement was killed between its two renames, by their names."""
+    found = hidden_folders(parent)
+    return {name: path for path, name, kind in found if kind == "replaced" and not (parent / name).exists()}
 
 
-def replaced_folders(parent: Path) -> list[Path]:
-    """Return the paths of the folders whose replacement was killed between its two renames."""
-    found = (path for path, name, kind in hidden_folders(parent) if kind == "replaced" and not (parent / name).exists())
-    return list(found)
-
-
-def is_hidden(path: Path) -> bool:
-    """Whether a path has the name of a hidden folder of a save."""
-    return _HIDDEN.fullmatch(path.name) is not None
+def is_hidden(name: str) -> bool:
+    """Whether a name is that of a hidden folder of a save."""
+    return _HIDDEN.fullmatch(name) is not None
 
 
 def hidden_folders(parent: Path) -> Iterator[tuple[Path, str, str]]:
@@ -248,20 +241,20 @@ def locked(path: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def note_saved(folder: Path) -> None:
+def note_saved(folder: Place) -> None:
     """Note a folder that is complete, if ``meshwright launch`` on this machine has started this program."""
     if path := os.environ.get(SAVED_VARIABLE):
         with contextlib.suppress(OSError), open(path, "a") as file:  # the launcher is gone, or on another machine
             file.write(json.dumps(str(folder)) + "\n")
 
 
-def noted(path: Path) -> list[Path]:
+def noted(path: Path) -> list[Place]:
     """Return the noted folders, the newest first."""
     try:
         lines = path.read_text().splitlines()
     except OSError:
         return []
-    return [Path(json.loads(line)) for line in reversed(lines)]
+    return [place(json.loads(line)) for line in reversed(lines)]
 
 
 def _locked_folder(target: Path) -> tuple[Path, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import concurrent.futures.thread  # noqa: F401 (its hook at the exit must come before ours)
 import itertools
 import logging
 import os
@@ -41,6 +42,7 @@ class Background:
         self._is_copied = threading.Event()  # whether the save in progress has its copy
         self._is_copied.set()
         self._held: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        _ALL.add(self)
         self.memory = HostMemory()  # holds the copy of the save in progress
 
     @staticmethod
@@ -162,6 +164,19 @@ class Background:
 
 # Numbers all background saves of the program: every rank makes the same ones in the same order.
 _NUMBERS = itertools.count()
+
+_ALL: weakref.WeakSet[Background] = weakref.WeakSet()
+
+
+def _wait_at_end() -> None:
+    """Wait for saves while the interpreter still starts threads, which asynchronous stores of fsspec need."""
+    for background in list(_ALL):
+        if background._thread is not None:
+            background._has_ended.wait()
+
+
+# Called in reverse order, before the executors of concurrent.futures are shut down and threads are joined.
+threading._register_atexit(_wait_at_end)  # type: ignore[attr-defined]
 
 # The thread cannot be an attribute of the model: the model could not be copied or pickled.
 _OF_MODELS: weakref.WeakKeyDictionary[nn.Module, Background] = weakref.WeakKeyDictionary()

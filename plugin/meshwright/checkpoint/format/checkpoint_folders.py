@@ -3,44 +3,33 @@
 from __future__ import annotations
 
 import logging
-import os
-import re
 from dataclasses import replace
-from pathlib import Path
 from typing import overload
 
 from meshwright.checkpoint.files.lineage import Lineage, Mark, begin_save
-from meshwright.checkpoint.files.staged_folder import (
-    LATE,
-    StagedFolder,
-    about_to_be_replaced,
-    is_hidden,
-    locked,
-    remove_visible_folder,
-    replaced_folders,
-    seen_in_time,
-)
+from meshwright.checkpoint.files.place import Place, RemoteError
+from meshwright.checkpoint.files.staged_folder import LATE, is_hidden, seen_in_time
+from meshwright.checkpoint.files.storage import Staging, storage_of
 from meshwright.checkpoint.format.manifest import NAME, Manifest
+from meshwright.checkpoint.format.part_files import PART
 from meshwright.errors import CheckpointError
 from meshwright.printable import printable
 
 logger = logging.getLogger(__name__)
 
-_PART = re.compile(r"part-\d{5,}\.(safetensors|json)")
 
-
-def stage(target: Path) -> StagedFolder:
+def stage(target: Place) -> Staging:
     """Start the save of a checkpoint, on the rank that commits it.
 
     Raises:
         CheckpointError: if ``target`` holds something that is not a checkpoint.
     """
-    staging = StagedFolder(target, _is_ours)
+    staging = storage_of(target).stage(target, _is_ours, NAME)
     begin_save(staging.target / NAME)
     return staging
 
 
-def commit(staging: StagedFolder, manifest: Manifest, lineage: Lineage) -> Manifest:
+def commit(staging: Staging, manifest: Manifest, lineage: Lineage) -> Manifest:
     """Make a checkpoint visible, once all of its files but the manifest are complete and on the disk.
 
     Returns:
@@ -55,7 +44,7 @@ def commit(staging: StagedFolder, manifest: Manifest, lineage: Lineage) -> Manif
             f"rank 0 did not see all files that another rank wrote to {staging.path} within {LATE:g} s: all hosts must "
             "save to one shared file system"
         )
-    with locked(staging.target.parent):
+    with storage_of(staging.target).locked(staging.target.parent):
         neighbours = (path / NAME for path in _all_folders(staging.target.parent))
         mark = lineage.next(staging.target / NAME, neighbours)
         manifest = replace(manifest, number=mark.number, run=mark.run)
@@ -65,10 +54,10 @@ def commit(staging: StagedFolder, manifest: Manifest, lineage: Lineage) -> Manif
 
 
 @overload
-def find_checkpoint(folder: Path) -> tuple[Path, Manifest]: ...
+def find_checkpoint(folder: Place) -> tuple[Place, Manifest]: ...
 @overload
-def find_checkpoint(folder: Path, *, missing_ok: bool) -> tuple[Path, Manifest] | None: ...
-def find_checkpoint(folder: Path, *, missing_ok: bool = False) -> tuple[Path, Manifest] | None:
+def find_checkpoint(folder: Place, *, missing_ok: bool) -> tuple[Place, Manifest] | None: ...
+def find_checkpoint(folder: Place, *, missing_ok: bool = False) -> tuple[Place, Manifest] | None:
     """Return the folder itself if it is a checkpoint, otherwise the newest whole checkpoint in it.
 
     Args:
@@ -82,7 +71,7 @@ def find_checkpoint(folder: Path, *, missing_ok: bool = False) -> tuple[Path, Ma
         return folder, _read_whole(folder)
     if found := newest_checkpoint(folder):
         return found
-    if (original := about_to_be_replaced(folder)) is not None:
+    if (original := storage_of(folder).replaced(folder.parent).get(folder.name)) is not None:
         return original, _read_whole(original)
     if damaged := checkpoint_folders(folder):
         raise CheckpointError(
@@ -94,11 +83,14 @@ def find_checkpoint(folder: Path, *, missing_ok: bool = False) -> tuple[Path, Ma
     raise CheckpointError(f"there is no checkpoint in {folder}; {_instead(folder)}")
 
 
-def _instead(folder: Path) -> str:
+def _instead(folder: Place) -> str:
     """Return what to write in place of a folder without a checkpoint."""
-    if (folder / "trainer_state.json").exists():
+    names = storage_of(folder).entries(folder)
+    if any(PART.fullmatch(name) for name in names):
+        return "its save did not end. Name another folder, or the one around it, for the newest whole checkpoint"
+    if "trainer_state.json" in names:
         return "it is a Trainer's: write trainer.train(resume_from_checkpoint=...)"
-    if any(folder.glob("*.safetensors")):
+    if any(name.endswith(".safetensors") for name in names):
         return (
             "it has weights alone, without an optimizer; load them into the model before to_distributed: "
             f"from_pretrained({str(folder)!r})"
@@ -106,33 +98,40 @@ def _instead(folder: Path) -> str:
     return "name a folder that meshwright.save_checkpoint wrote"
 
 
-def is_checkpoint(folder: Path) -> bool:
-    """Whether a folder has files of a checkpoint, whole or not."""
+def is_checkpoint(folder: Place) -> bool:
+    """Whether a folder has files of a checkpoint, whole or not, whose save has ended."""
+    storage = storage_of(folder)
     try:
-        names = os.listdir(folder)
+        names = storage.entries(folder)
+    except RemoteError:
+        raise
     except OSError:  # a folder that cannot be read is not ours
         return False
-    return any(name == NAME or _PART.fullmatch(name) for name in names)
+    return NAME in names or (storage.hides_saves and any(PART.fullmatch(name) for name in names))
 
 
-def checkpoint_folders(parent: Path) -> list[Path]:
+def checkpoint_folders(parent: Place) -> list[Place]:
     """Return the checkpoints in a folder, whole or not, in the order of their names."""
-    paths = sorted(parent.iterdir()) if parent.is_dir() else []
-    return [p for p in paths if p.is_dir() and not p.is_symlink() and not is_hidden(p) and is_checkpoint(p)]
+    found = sorted(storage_of(parent).entries(parent).items())
+    return [
+        parent / name
+        for name, entry in found
+        if entry.is_folder and not is_hidden(name) and is_checkpoint(parent / name)
+    ]
 
 
-def foreign_files(folder: Path) -> list[str]:
+def foreign_files(folder: Place) -> list[str]:
     """Return the names in a folder that are not those of a checkpoint's files."""
-    return sorted(path.name for path in folder.iterdir() if path.name != NAME and not _PART.fullmatch(path.name))
+    return sorted(name for name in storage_of(folder).entries(folder) if name != NAME and not PART.fullmatch(name))
 
 
-def newest_checkpoint(parent: Path) -> tuple[Path, Manifest] | None:
+def newest_checkpoint(parent: Place) -> tuple[Place, Manifest] | None:
     """Return the checkpoint in a folder that was saved last and is whole; None if there is none.
 
     If the folder has checkpoints of several runs, a warning names the newest one of each.
     """
     marks = {path: Mark.of(path / NAME) for path in _all_folders(parent)}
-    newest: tuple[Path, Manifest] | None = None
+    newest: tuple[Place, Manifest] | None = None
     for path in sorted(marks, key=lambda path: -marks[path].number):
         # Those of older versions have no number, and neither have those whose first bytes are damaged.
         if newest is not None and marks[path].number:
@@ -147,7 +146,7 @@ def newest_checkpoint(parent: Path) -> tuple[Path, Manifest] | None:
         if newest is None or manifest.order > newest[1].order:
             newest = path, manifest
     if newest is not None:
-        runs: dict[str, Path] = {}
+        runs: dict[str, Place] = {}
         for path in sorted(marks, key=lambda path: marks[path].number):
             runs[marks[path].run] = path
         if others := [str(path) for run, path in runs.items() if run != newest[1].run]:
@@ -159,8 +158,15 @@ def newest_checkpoint(parent: Path) -> tuple[Path, Manifest] | None:
     return newest
 
 
-def keep_newest(parent: Path, count: int, run: str) -> None:
+def keep_newest(parent: Place, count: int, run: str) -> None:
     """Remove the whole checkpoints of a run from a folder, except its newest ``count`` and those with other files."""
+    try:
+        _remove_oldest(parent, count, run)
+    except RemoteError as error:
+        logger.warning("older checkpoints in %s could not be removed (%s). The new one is complete", parent, error)
+
+
+def _remove_oldest(parent: Place, count: int, run: str) -> None:
     whole = []
     for path in _all_folders(parent):
         if Mark.of(path / NAME).run != run:
@@ -172,15 +178,16 @@ def keep_newest(parent: Path, count: int, run: str) -> None:
         if manifest.run == run and _is_ours(path):
             whole.append((manifest.order, path))
     for _, path in sorted(whole)[:-count]:
-        remove_visible_folder(path)
+        storage_of(path).remove_folder(path, NAME)
 
 
-def absent_files(folder: Path, manifest: Manifest) -> list[str]:
+def absent_files(folder: Place, manifest: Manifest) -> list[str]:
     """Return the files of a checkpoint that are missing or of another size."""
-    return [name for name, record in manifest.files.items() if _size(folder / name) != record.bytes]
+    found = storage_of(folder).entries(folder)
+    return [name for name, record in manifest.files.items() if name not in found or found[name].size != record.bytes]
 
 
-def _read_whole(folder: Path) -> Manifest:
+def _read_whole(folder: Place) -> Manifest:
     manifest = Manifest.read(folder)
     if absent := absent_files(folder, manifest):
         raise CheckpointError(
@@ -190,20 +197,10 @@ def _read_whole(folder: Path) -> Manifest:
     return manifest
 
 
-def _all_folders(parent: Path) -> list[Path]:
-    return [*checkpoint_folders(parent), *replaced_folders(parent)]
+def _all_folders(parent: Place) -> list[Place]:
+    return [*checkpoint_folders(parent), *storage_of(parent).replaced(parent).values()]
 
 
-def _is_ours(folder: Path) -> bool:
-    """Whether all that a folder holds are files of a checkpoint."""
-    try:
-        return folder.is_dir() and is_checkpoint(folder) and not foreign_files(folder)
-    except FileNotFoundError:  # another job has just removed it
-        return False
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.lstat().st_size
-    except OSError:
-        return -1
+def _is_ours(folder: Place) -> bool:
+    """Whether a folder has files, and all of them are those of a checkpoint."""
+    return bool(storage_of(folder).entries(folder)) and not foreign_files(folder)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwright.checkpoint.files.lineage import Lineage, Mark
+from meshwright.checkpoint.files.place import Place, absolute, place
 from meshwright.checkpoint.format.background import Background
 from meshwright.checkpoint.format.checkpoint_folders import find_checkpoint
 from meshwright.checkpoint.format.load_weights import take_over_weights
@@ -54,13 +55,13 @@ class Checkpoint:
     """A checkpoint that was loaded.
 
     Args:
-        folder: its folder.
+        folder: its folder; a :class:`str` that ``load_checkpoint`` takes if it was named by a URL.
         step: the step that was passed to ``save_checkpoint``; None if none was.
         extra: the ``extra`` that was passed to ``save_checkpoint``.
         plan: the fields of the plan under which it was saved; None for a model that was not distributed.
     """
 
-    folder: Path
+    folder: Place
     step: int | None
     extra: Any
     plan: dict[str, Any] | None
@@ -85,7 +86,8 @@ def load_checkpoint(
     the first rank. Rank 0 prints one line with the folder, the step and the plan that saved it.
 
     Args:
-        folder: the folder of a checkpoint, or a folder of checkpoints, which stands for the newest whole one in it.
+        folder: the folder of a checkpoint, or a folder of checkpoints, which stands for the newest whole one in it; a
+            path or a URL.
         model: the model, distributed or not.
         optimizer: its optimizer; None if the checkpoint has none.
         loader: the loader that was passed to ``save_checkpoint``.
@@ -114,10 +116,10 @@ def load_checkpoint(
     Background.of(run.model).wait()
     succeed_together(run.check)
     given: _Given = {"optimizer": optimizer, "loader": loader, "scheduler": scheduler, "scaler": scaler}
-    path = on_first_rank(lambda: _find(Path(os.path.abspath(folder)), missing_ok))
+    path = on_first_rank(lambda: _find(absolute(folder), missing_ok))
     if path is None:
         return None
-    opened = open_together(Path(path))
+    opened = open_together(place(path))
     manifest = opened.manifest
     runtime = run.runtime
     random = opened.random_of(run.mesh)
@@ -168,7 +170,7 @@ def _chosen(given: _Given, used: set[str]) -> dict[str, Stateful]:
     return {name: value for name, value in given.items() if name in used and value is not None}
 
 
-def _find(folder: Path, missing_ok: bool) -> str | None:
+def _find(folder: Place, missing_ok: bool) -> str | None:
     found = find_checkpoint(folder, missing_ok=missing_ok)
     return found and str(found[0])
 
@@ -294,8 +296,9 @@ def loaded_line(folder: str | os.PathLike[str], *, step: int | None, plan: Mappi
         >>> loaded_line("runs/step-20", step=20, plan={"dp": 2, "zero_stage": 1})
         'meshwright: loaded runs/step-20, step 20, saved under dp2 zero1'
     """
-    path, here = Path(folder), Path.cwd()
-    path = path.relative_to(here) if path.is_relative_to(here) else path
+    path, here = place(folder), Path.cwd()
+    if isinstance(path, Path) and path.is_relative_to(here):
+        path = path.relative_to(here)
     label = None if plan is None else _label(plan)
     parts = [f"meshwright: loaded {path}", step is not None and f"step {step}", label and f"saved under {label}"]
     return ", ".join(part for part in parts if part)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from meshwright.checkpoint.files.place import absolute, place
 from meshwright.checkpoint.files.reading import digest_in
 from meshwright.checkpoint.files.same_everywhere import read_same
+from meshwright.checkpoint.files.storage import storage_of
 from meshwright.checkpoint.format.checkpoint_folders import checkpoint_folders, find_checkpoint, is_checkpoint
 from meshwright.checkpoint.format.manifest import NAME
 from meshwright.checkpoint.format.open_checkpoint import OpenCheckpoint
@@ -97,16 +98,15 @@ def settled(source: WeightSource | None) -> WeightSource | None:
     def find() -> str | None:
         if not isinstance(source, str | os.PathLike):
             return None
-        path = Path(os.path.abspath(source))
-        is_ours = is_checkpoint(path) or (
-            path.is_dir() and not any(path.glob("*.safetensors*")) and bool(checkpoint_folders(path))
-        )
+        path = absolute(source)
+        has_weights = any(".safetensors" in name for name in storage_of(path).entries(path))
+        is_ours = is_checkpoint(path) or (not has_weights and bool(checkpoint_folders(path)))
         return str(find_checkpoint(path)[0]) if is_ours else None
 
     path = on_first_rank(find)
     if path is None:
         return source
-    read_same(Path(path), lambda: (None, digest_in(Path(path, NAME))))
+    read_same(place(path), lambda: (None, digest_in(place(path) / NAME)))
     return None if source is None else path  # to_distributed raises the error for a rank without weights
 
 
@@ -120,8 +120,8 @@ def open_weights(source: WeightSource, model: nn.Module) -> WeightFiles:
     Raises:
         CheckpointError: if a file or tensor is missing or damaged; the message says which.
     """
-    if isinstance(source, str | os.PathLike) and is_checkpoint(Path(source)):
-        return CheckpointWeights.of(OpenCheckpoint.read(Path(source)))
+    if isinstance(source, str | os.PathLike) and is_checkpoint(place(source)):
+        return CheckpointWeights.of(OpenCheckpoint.read(place(source)))
     return as_of_model(WeightFiles.open(source), model)
 
 

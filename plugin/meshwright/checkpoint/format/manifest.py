@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from meshwright.checkpoint.files.lineage import FIELDS, LAST_TIME, UNNAMED, UNNUMBERED
+from meshwright.checkpoint.files.place import Place, place
 from meshwright.checkpoint.files.reading import parse_json, read_digested, write_digested
-from meshwright.checkpoint.format.part_files import FileRecord, file_names
+from meshwright.checkpoint.files.storage import storage_of
+from meshwright.checkpoint.format.part_files import FileRecord, file_names, tag_of
 from meshwright.checkpoint.one_device.optimizer_manifest import ENCODED, OPTIMIZER
 from meshwright.checkpoint.one_device.safetensors_file import DTYPES, SHAPE
 from meshwright.errors import CheckpointError
@@ -24,6 +24,7 @@ from meshwright.schema import NAME as KEY
 
 NAME = "checkpoint.json"
 FORMAT = "meshwright-checkpoint-2"
+_FORMAT_3 = "meshwright-checkpoint-3"  # the same, with a tag in the names of the files
 _FORMAT_1 = "meshwright-checkpoint-1"  # which has the sizes of these axes as fields, and is read for ever
 _AXES_1 = ("pp", "dp", "tp")
 CONFIG_NAMES = ("config.json", "generation_config.json")
@@ -74,12 +75,12 @@ class Manifest:
     model_config: dict[str, str] | None
     files: dict[str, FileRecord]
 
-    def write(self, folder: Path) -> None:
+    def write(self, folder: Place) -> None:
         """Write the manifest of a folder, and flush it to the disk."""
         found = {field.name: getattr(self, field.name) for field in fields(self)}
         found["tensors"] = {key: [_DTYPE_NAMES[dtype], list(shape)] for key, (dtype, shape) in self.tensors.items()}
         found["files"] = {name: asdict(file) for name, file in self.files.items()}
-        write_digested(folder / NAME, "manifest", {"format": FORMAT, **found})
+        write_digested(folder / NAME, "manifest", {"format": _FORMAT_3 if tag_of(self.files) else FORMAT, **found})
 
     @property
     def order(self) -> tuple[int, int]:
@@ -87,7 +88,7 @@ class Manifest:
         return self.number, self.written
 
     @staticmethod
-    def read(folder: Path) -> Manifest:
+    def read(folder: Place) -> Manifest:
         """Read and check the manifest of a folder.
 
         Raises:
@@ -96,13 +97,13 @@ class Manifest:
         return _from_json(read_digested(folder / NAME, "manifest", allowance=_allowance(folder)), folder / NAME)
 
 
-def _allowance(folder: Path) -> int:
+def _allowance(folder: Place) -> int:
     """Return how much memory the manifest may take beyond that of a usual one: a 16th of what the folder's files hold.
 
     So a model of very many parameters can be saved, and a few bytes of a hostile checkpoint cannot take much memory.
     """
     with contextlib.suppress(OSError):
-        return sum(entry.stat(follow_symlinks=False).st_blocks for entry in os.scandir(folder)) * 512 // 16
+        return sum(entry.held for entry in storage_of(folder).entries(folder).values()) // 16
     return 0
 
 
@@ -112,7 +113,7 @@ _SIZE = integer(1, 2**24)
 def _is_config(value: object) -> bool:
     # Export writes it, and reads some of its fields.
     try:
-        return isinstance(value, str) and isinstance(parse_json(bytearray(value.encode()), Path(NAME)), dict)
+        return isinstance(value, str) and isinstance(parse_json(bytearray(value.encode()), place(NAME)), dict)
     except (CheckpointError, UnicodeEncodeError):
         return False
 
@@ -139,12 +140,14 @@ _FIELDS: Mapping[str, Check] = {
     "files": table(record({"bytes": integer(0, LARGEST), "digest": text("[0-9a-f]{32}")})),
 }
 _CHECKS = {
-    FORMAT: record({"format": anything, "ranks": _SIZE, "mesh": _mesh, **_FIELDS}, FIELDS),
+    **dict.fromkeys(
+        (FORMAT, _FORMAT_3), record({"format": anything, "ranks": _SIZE, "mesh": _mesh, **_FIELDS}, FIELDS)
+    ),
     _FORMAT_1: record({"format": anything, **dict.fromkeys(_AXES_1, _SIZE), **_FIELDS}, FIELDS),
 }
 
 
-def _from_json(found: Any, path: Path) -> Manifest:
+def _from_json(found: Any, path: Place) -> Manifest:
     require(found, table(anything), path)
     require(found.get("format"), one_of(_CHECKS), f"{path}: its 'format'")
     require(found, _CHECKS[found["format"]], path)
@@ -153,7 +156,8 @@ def _from_json(found: Any, path: Path) -> Manifest:
         found["ranks"] = math.prod(found["mesh"].values())
     # Names are made only if there are that many files, since a hostile manifest may claim a huge number of ranks.
     ranks, files = found["ranks"], found["files"]
-    if len(files) != 2 * ranks or files.keys() != {name for place in range(ranks) for name in file_names(place)}:
+    tag = tag_of(files)
+    if len(files) != 2 * ranks or files.keys() != {name for place in range(ranks) for name in file_names(place, tag)}:
         sizes = ", ".join(f"{axis!r}={found['mesh'][axis]}" for axis in _AXES_1) if is_first else f"'ranks'={ranks}"
         raise CheckpointError(
             f"{path} is damaged: its 'files' are not two for each of the {ranks} ranks of {sizes}; load another "

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
+from meshwright.checkpoint.files.place import Place
 from meshwright.checkpoint.format.manifest import Manifest
 from meshwright.checkpoint.one_device.optimizer_manifest import decode, kind_of
 from meshwright.errors import CheckpointError
@@ -45,7 +45,7 @@ class Stateful(Protocol):
     def load_state_dict(self, state: Any, /) -> object: ...
 
 
-def check_states(path: Path, manifest: Manifest, objects: Mapping[str, Stateful]) -> None:
+def check_states(path: Place, manifest: Manifest, objects: Mapping[str, Stateful]) -> None:
     """Check the states in a manifest against the objects that they will be loaded into, which stay as they are.
 
     Args:
@@ -120,7 +120,7 @@ def _check_kind(saved: Any, own: Any, where: str, *, may_be_infinite: bool = Fal
         _check_kind(value, present, where)
 
 
-def load_states(path: Path, manifest: Manifest, objects: Mapping[str, Stateful]) -> None:
+def load_states(path: Place, manifest: Manifest, objects: Mapping[str, Stateful]) -> None:
     """Give objects the states that :func:`check_states` has checked.
 
     Raises:

@@ -6,12 +6,12 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from meshwright.checkpoint.files.place import Place
 from meshwright.checkpoint.files.reading import digest_in
 from meshwright.checkpoint.files.same_everywhere import read_same
 from meshwright.checkpoint.format.manifest import NAME, Manifest
@@ -28,12 +28,12 @@ from meshwright.schema import shown
 class OpenCheckpoint:
     """A checkpoint whose manifest and indexes are read and checked."""
 
-    folder: Path
+    folder: Place
     manifest: Manifest
     parts: list[PartIndex]
 
     @staticmethod
-    def read(folder: Path) -> OpenCheckpoint:
+    def read(folder: Place) -> OpenCheckpoint:
         """Read the manifest and all indexes of a checkpoint.
 
         Raises:
@@ -149,7 +149,7 @@ def _rectangles(block: StridedBlock, width: int) -> Iterator[tuple[int, int, int
         yield row + last, 0, row + last + 1, rest
 
 
-def open_together(folder: Path) -> OpenCheckpoint:
+def open_together(folder: Place) -> OpenCheckpoint:
     """Open the same checkpoint on all ranks; every rank must make the call.
 
     Raises:

@@ -7,17 +7,17 @@
 from __future__ import annotations
 
 import json
-import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint.files import disk
+from meshwright.checkpoint.files.place import Place
 from meshwright.checkpoint.files.reading import digest, parse_json, read_exactly, read_into, reading
+from meshwright.checkpoint.files.storage import storage_of
 from meshwright.checkpoint.one_device.safetensors_file import MAX_HEADER, file_header, memory_of
 from meshwright.errors import CheckpointError
 from meshwright.layout.blocks import StridedBlock, between, copy_blocks, numel, overlap, packed
@@ -27,6 +27,8 @@ from meshwright.schema import LARGEST, anything, equal, integer, listed, record,
 # Bytes under one digest: a rank that needs some of them reads them all. It is a part of the format: another size needs
 # another FORMAT.
 CHUNK = 2**20
+# The name of such a file; the tag, which only object stores need, keeps the files of two saves apart.
+PART = re.compile(r"part-\d{5,}(-(?P<tag>[0-9a-f]{8}))?\.(safetensors|json)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,9 +86,16 @@ class FileRecord:
     digest: str
 
 
-def file_names(place: int) -> tuple[str, str]:
+def file_names(place: int, tag: str = "") -> tuple[str, str]:
     """Return the names of the tensor file and the index of one place."""
-    return f"part-{place:05d}.safetensors", f"part-{place:05d}.json"
+    stem = f"part-{place:05d}-{tag}" if tag else f"part-{place:05d}"
+    return f"{stem}.safetensors", f"{stem}.json"
+
+
+def tag_of(files: Mapping[str, object]) -> str:
+    """Return the tag in the names of a checkpoint's files; empty if they have none."""
+    found = PART.fullmatch(next(iter(files), ""))
+    return (found["tag"] or "") if found is not None else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,23 +117,25 @@ class RankPart:
         """The number of bytes of tensors."""
         return sum(numel(source.share) * source.dtype.itemsize for source in self.sources.values())
 
-    def write(self, folder: Path, on_write: Callable[[int], None]) -> dict[str, FileRecord]:
+    def write(self, folder: Place, on_write: Callable[[int], None], tag: str = "") -> dict[str, FileRecord]:
         """Write this rank's files, and flush them to the disk.
 
         Args:
             folder: the folder of the checkpoint that is being written.
             on_write: function that is called with the number of bytes after each write.
+            tag: the tag in the names of the files.
 
         Returns:
             The records of the files by name.
         """
-        name, index_name = file_names(self.place)
+        name, index_name = file_names(self.place, tag)
+        storage = storage_of(folder)
         ordered = self.in_order()
         forms = {key: (self.sources[key].dtype, (numel(self.sources[key].share),)) for key in ordered}
         header, starts = file_header(forms)
         tensors: dict[str, object] = {}
         size = len(header)
-        with disk.NewFile(folder / name) as file:
+        with storage.new_file(folder / name) as file:
             file.write(header)
             for key in ordered:
                 digests = []
@@ -138,7 +149,7 @@ class RankPart:
                 tensors[key] = {"start": starts[key], "blocks": blocks, "digests": digests}
         record = {"place": self.place, "random": self.random(), "tensors": tensors}
         index = json.dumps(record, separators=(",", ":")).encode()
-        disk.write_file(folder / index_name, index)
+        storage.write_file(folder / index_name, index)
         return {
             name: FileRecord(bytes=size, digest=digest(header)),
             index_name: FileRecord(bytes=len(index), digest=digest(index)),
@@ -178,12 +189,12 @@ class PartIndex:
         pieces: what the tensor file has, by the keys of the tensors.
     """
 
-    path: Path
+    path: Place
     random: object
     pieces: dict[str, Piece]
 
     @staticmethod
-    def read(folder: Path, place: int, files: Mapping[str, FileRecord]) -> PartIndex:
+    def read(folder: Place, place: int, files: Mapping[str, FileRecord]) -> PartIndex:
         """Read an index, and check it and the header of its tensor file against their digests.
 
         Raises:
@@ -194,13 +205,13 @@ class PartIndex:
         return index
 
     @staticmethod
-    def without_header(folder: Path, place: int, files: Mapping[str, FileRecord]) -> PartIndex:
+    def without_header(folder: Place, place: int, files: Mapping[str, FileRecord]) -> PartIndex:
         """Read an index, and check it against its digest.
 
         Raises:
             CheckpointError: if the index is missing or damaged; it names the file.
         """
-        name, index_name = file_names(place)
+        name, index_name = file_names(place, tag_of(files))
         path = folder / index_name
         entry = files[index_name]
         if entry.bytes > MEMORY:
@@ -240,7 +251,7 @@ class PartIndex:
         if target.is_cpu and target.dtype == dtype and target.is_contiguous() and len(found) == found[0].count == 1:
             run = found[0]  # its chunks are read in place: on the CPU, copying costs as much as reading
             direct = memory_of(target)[run.local * size : (run.local + run.length) * size]
-        with reading(self.path) as descriptor:
+        with reading(self.path, until=piece.start + numel(piece.blocks) * size) as reader:
             for start, stop, expected in piece.chunks(dtype):
                 is_direct = run is not None and run.whole <= start and stop <= run.whole + run.length
                 if run is not None and is_direct:
@@ -250,7 +261,7 @@ class PartIndex:
                     memory, count = staged[: (stop - start) * size], numel(found)
                 if not count:
                     continue
-                read_into(descriptor, self.path, piece.start + start * size, memory)
+                read_into(reader, piece.start + start * size, memory)
                 if digest(memory) != expected:
                     raise CheckpointError(
                         f"{self.path} is damaged: {len(memory)} bytes of {key}, from byte "
@@ -269,7 +280,7 @@ _PIECE = record(
 )
 
 
-def _piece(value: dict[str, Any], path: Path, key: str) -> Piece:
+def _piece(value: dict[str, Any], path: Place, key: str) -> Piece:
     blocks = [
         StridedBlock(0, whole, length, count, length, whole_stride)
         for whole, length, count, whole_stride in value["blocks"]
@@ -279,24 +290,24 @@ def _piece(value: dict[str, Any], path: Path, key: str) -> Piece:
     return Piece(start=value["start"], blocks=packed(blocks), digests=value["digests"])
 
 
-def check_header(path: Path, record: FileRecord) -> None:
+def check_header(path: Place, record: FileRecord) -> None:
     """Check the size and the header of a tensor file.
 
     Raises:
         CheckpointError: if the file is missing, or its size or header is not what was saved; the message names it.
     """
-    with reading(path) as descriptor:
-        length = int.from_bytes(read_exactly(descriptor, path, 0, 8), "little")
+    with reading(path) as reader:
+        length = int.from_bytes(read_exactly(reader, 0, 8), "little")
     if length > min(record.bytes - 8, MAX_HEADER):
         raise CheckpointError(f"{path} is damaged: its header does not fit into the file")
     _checked(path, record, 8 + length)
 
 
-def _checked(path: Path, record: FileRecord, length: int) -> bytearray:
+def _checked(path: Place, record: FileRecord, length: int) -> bytearray:
     """Return the first bytes of a file, after checking the file's size and the digest of these bytes."""
-    with reading(path) as descriptor:
-        size = os.fstat(descriptor).st_size
-        content = read_exactly(descriptor, path, 0, length) if size == record.bytes else bytearray()
+    with reading(path, until=length) as reader:
+        size = reader.size
+        content = read_exactly(reader, 0, length) if size == record.bytes else bytearray()
     if size != record.bytes:
         raise CheckpointError(f"{path} is damaged: it has {size} bytes, and {record.bytes} were saved")
     if digest(content) != record.digest:

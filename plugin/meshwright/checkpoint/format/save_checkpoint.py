@@ -6,13 +6,13 @@ import json
 import os
 import warnings
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from meshwright.checkpoint.files.lineage import Lineage
+from meshwright.checkpoint.files.place import Place, absolute
 from meshwright.checkpoint.format.background import Background
 from meshwright.checkpoint.format.object_states import Stateful
 from meshwright.checkpoint.format.rank_state import RankState
@@ -40,7 +40,7 @@ def save_checkpoint(
     extra: object = None,
     keep: int | None = None,
     asynchronous: bool = False,
-) -> Path:
+) -> Place:
     """Save all that a run needs to go on, as one folder that exists whole or not at all; every rank makes the call.
 
     The folder holds the weights, the optimizer's state, the random states of all ranks, the plan, and the states of
@@ -48,7 +48,8 @@ def save_checkpoint(
     ``load_checkpoint`` checks. A job that is killed during the call leaves what was in the folder before.
 
     Args:
-        folder: the folder of this checkpoint, e.g. ``"runs/step-100"``; a checkpoint in it is replaced.
+        folder: the folder of this checkpoint, e.g. ``"runs/step-100"`` or ``"s3://bucket/run/step-100"``; a checkpoint
+            in it is replaced.
         model: the model, distributed or not.
         optimizer: its optimizer; None for a model without one.
         loader: the loader that ``to_distributed`` returned, to save its position.
@@ -81,7 +82,7 @@ def save_checkpoint(
     run = Run.of("save_checkpoint", folder, model, optimizer)
     background = Background.of(run.model)
     background.wait()
-    target = Path(os.path.abspath(folder))
+    target = absolute(folder)
     objects = {"loader": loader, "scheduler": scheduler, "scaler": scaler}
     groups = [] if optimizer is None else optimizer.param_groups
     if scheduler is None and is_first_rank() and any("initial_lr" in group for group in groups):  # by a scheduler

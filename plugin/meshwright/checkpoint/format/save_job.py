@@ -6,11 +6,11 @@ import dataclasses
 import json
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 
 from meshwright.checkpoint.files.full_disk import naming_the_disk
 from meshwright.checkpoint.files.lineage import Lineage
-from meshwright.checkpoint.files.staged_folder import StagedFolder, staged_path
+from meshwright.checkpoint.files.place import Place
+from meshwright.checkpoint.files.storage import Staging, storage_of
 from meshwright.checkpoint.format.checkpoint_folders import commit, keep_newest, stage
 from meshwright.checkpoint.format.manifest import Manifest
 from meshwright.checkpoint.format.part_files import FileRecord, RankPart
@@ -31,7 +31,7 @@ class SaveJob:
         memory: the memory to which the tensors are copied before they are written; None to write them as they are.
     """
 
-    def __init__(self, target: Path, own: RankState, *, keep: int | None, lineage: Lineage, memory: HostMemory | None):
+    def __init__(self, target: Place, own: RankState, *, keep: int | None, lineage: Lineage, memory: HostMemory | None):
         self.target, self.keep, self._lineage = target, keep, lineage
         self._own: RankState | None = own
         self._memory = memory
@@ -92,21 +92,21 @@ class SaveJob:
             meeting: how the ranks tell each other that their files are written; None for collectives.
             on_write: function that is called with the number of bytes after each write.
         """
-        staging: StagedFolder | None = None
+        staging: Staging | None = None
 
         def start() -> str:
             nonlocal staging
             with naming_the_disk(self.target):
                 staging = stage(self.target)
-            return staging.path.parent.name
+            return staging.name
 
         def write() -> str:
             self.check()
             assert self._part is not None
             part = self._part.copied() if isinstance(self._part, Snapshot) else self._part
             with naming_the_disk(self.target, part.num_bytes):
-                path = staged_path(self.target, hidden)
-                return json.dumps({name: asdict(record) for name, record in part.write(path, on_write).items()})
+                path, tag = storage_of(self.target).staged(self.target, staged)
+                return json.dumps({name: asdict(record) for name, record in part.write(path, on_write, tag).items()})
 
         def finish() -> None:
             assert staging is not None and self._manifest is not None
@@ -116,7 +116,7 @@ class SaveJob:
                 keep_newest(self.target.parent, self.keep, manifest.run)
 
         try:
-            hidden = on_first_rank(start, meeting)
+            staged = on_first_rank(start, meeting)
             _, texts = exchange_together(lambda: (None, write()), meeting)
             files = {name: FileRecord(**record) for text in texts for name, record in json.loads(text).items()}
             on_first_rank(finish, meeting)

@@ -12,6 +12,7 @@ import torch
 
 from meshwright.checkpoint.files import disk
 from meshwright.checkpoint.files.full_disk import naming_the_disk
+from meshwright.checkpoint.files.place import Place, Url, local_path, place
 from meshwright.checkpoint.files.staged_folder import StagedFolder
 from meshwright.checkpoint.format.checkpoint_folders import checkpoint_folders, find_checkpoint, is_checkpoint
 from meshwright.checkpoint.format.load_weights import CheckpointWeights
@@ -38,7 +39,7 @@ class Export:
     """
 
     folder: Path
-    checkpoint: Path
+    checkpoint: Place
     step: int | None
     files: dict[str, int]
 
@@ -67,8 +68,9 @@ def export_checkpoint(
         OSError: if the disk fails; ``out`` is then what it was before.
     """
     most = parse_bytes(max_shard_size)
-    _check_source(Path(checkpoint))
-    source, target = find_checkpoint(Path(checkpoint))[0], Path(out)
+    target = local_path(out, "export")
+    _check_source(place(checkpoint))
+    source = find_checkpoint(place(checkpoint))[0]
     weights = CheckpointWeights.of(OpenCheckpoint.read(source))
     _check_target(target, source, overwrite)
     config = dict(weights.opened.manifest.model_config or {})
@@ -88,9 +90,11 @@ def export_checkpoint(
     return Export(folder=target, checkpoint=source, step=weights.opened.manifest.step, files=files)
 
 
-def _check_source(source: Path) -> None:
+def _check_source(source: Place) -> None:
     """Raise for a checkpoint of the Trainer or of accelerate, whose weights are one-device files already."""
-    if is_checkpoint(source) or checkpoint_folders(source) or not (folders := find_foreign(source)):
+    if isinstance(source, Url) or is_checkpoint(source) or checkpoint_folders(source):
+        return
+    if not (folders := find_foreign(source)):
         return
     newest = inspect_foreign(folders[-1], reads_tensors=False)
     how = f"AutoModelForCausalLM.from_pretrained({str(newest.folder)!r})"
@@ -102,9 +106,11 @@ def _check_source(source: Path) -> None:
     )
 
 
-def _check_target(target: Path, source: Path, overwrite: bool) -> None:
+def _check_target(target: Path, source: Place, overwrite: bool) -> None:
     """Check that what is in ``target`` may be replaced."""
-    if target.resolve().is_relative_to(source.resolve()) or source.resolve().is_relative_to(target.resolve()):
+    if isinstance(source, Path) and (
+        target.resolve().is_relative_to(source.resolve()) or source.resolve().is_relative_to(target.resolve())
+    ):
         raise CheckpointError(f"{target} and the checkpoint {source} are one folder, or one is inside the other")
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 
 import torch
 
+from meshwright.checkpoint.files.place import Place
 from meshwright.checkpoint.files.reading import digest, read_into, reading
+from meshwright.checkpoint.files.storage import storage_of
 from meshwright.checkpoint.format.checkpoint_folders import foreign_files
 from meshwright.checkpoint.format.manifest import NAME, Manifest
 from meshwright.checkpoint.format.open_checkpoint import uncovered
-from meshwright.checkpoint.format.part_files import CHUNK, FileRecord, PartIndex, check_header, file_names
+from meshwright.checkpoint.format.part_files import CHUNK, FileRecord, PartIndex, check_header, file_names, tag_of
 from meshwright.checkpoint.format.random_state import check_random_state
 from meshwright.checkpoint.one_device.optimizer_manifest import OptimizerManifest, master_key, state_key
 from meshwright.checkpoint.one_device.safetensors_file import memory_of, read_header
@@ -54,7 +54,7 @@ class Inspection:
         bytes_read: the number of bytes of tensors that were compared with their digests; None if none were to be.
     """
 
-    folder: Path
+    folder: Place
     manifest: Manifest | None
     random: list[str]
     files: dict[str, int]
@@ -62,7 +62,7 @@ class Inspection:
     bytes_read: int | None
 
 
-def inspect_checkpoint(folder: Path, *, reads_tensors: bool = True) -> Inspection:
+def inspect_checkpoint(folder: Place, *, reads_tensors: bool = True) -> Inspection:
     """Look into a checkpoint.
 
     Args:
@@ -70,7 +70,7 @@ def inspect_checkpoint(folder: Path, *, reads_tensors: bool = True) -> Inspectio
         reads_tensors: whether to compare all bytes of tensors with their digests, instead of the manifest, the indexes
             and the headers only.
     """
-    files = {path.name: path.lstat().st_size for path in sorted(folder.iterdir())}
+    files = {name: entry.size for name, entry in sorted(storage_of(folder).entries(folder).items())}
     damages = [
         Damage(file=name, problem="is not a file of a checkpoint; keep=n does not remove a folder that has one")
         for name in foreign_files(folder)
@@ -92,19 +92,19 @@ def inspect_checkpoint(folder: Path, *, reads_tensors: bool = True) -> Inspectio
         damages += _uncovered(manifest, parts)
     damages += _inconsistencies(manifest)
     if reads_tensors:
-        done, found = _read_all(folder, manifest, parts)
+        done, found = _read_all(folder, manifest, parts, files)
         damages += found
     random = sorted({kind for part in parts if isinstance(part.random, dict) for kind in part.random})
     return Inspection(folder=folder, manifest=manifest, random=random, files=files, damages=damages, bytes_read=done)
 
 
-def _without_path(error: CheckpointError, path: Path) -> str:
+def _without_path(error: CheckpointError, path: Place) -> str:
     return str(error).removeprefix(f"cannot read {path}: ").removeprefix(f"{path} ").removeprefix("is damaged: ")
 
 
-def _part(folder: Path, place: int, manifest: Manifest) -> tuple[PartIndex | None, list[Damage]]:
+def _part(folder: Place, place: int, manifest: Manifest) -> tuple[PartIndex | None, list[Damage]]:
     """The index of one rank, if it can be read, and what is wrong with it and with the header of the tensor file."""
-    name, index_name = file_names(place)
+    name, index_name = file_names(place, tag_of(manifest.files))
     damages = []
     part = None
     try:
@@ -172,7 +172,9 @@ def _inconsistencies(manifest: Manifest) -> Iterator[Damage]:
             yield Damage(file=NAME, tensor=key, problem=f"lists no tensor {key}, which belongs to its optimizer")
 
 
-def _read_all(folder: Path, manifest: Manifest, parts: list[PartIndex]) -> tuple[int, list[Damage]]:
+def _read_all(
+    folder: Place, manifest: Manifest, parts: list[PartIndex], files: Mapping[str, int]
+) -> tuple[int, list[Damage]]:
     """Read all tensors; return the number of bytes, and where they are not what was saved."""
     damages: list[Damage] = []
     with Progress(f"checking {folder.name}") as progress:
@@ -185,15 +187,17 @@ def _read_all(folder: Path, manifest: Manifest, parts: list[PartIndex]) -> tuple
             )
         )
         for part, keys in zip(parts, known, strict=True):
-            if not os.path.lexists(part.path):
+            if part.path.name not in files:
                 continue  # which is reported already
             for key, dtype in sorted(keys, key=lambda item: part.pieces[item[0]].start):
                 if part.pieces[key].has_digests(dtype):
-                    damages += _joined(_bad_chunks(part, key, dtype, progress.add))
+                    damages += _joined(_bad_chunks(part, key, dtype, files[part.path.name], progress.add))
         return progress.done, damages
 
 
-def _bad_chunks(part: PartIndex, key: str, dtype: torch.dtype, on_read: Callable[[int], None]) -> Iterator[Damage]:
+def _bad_chunks(
+    part: PartIndex, key: str, dtype: torch.dtype, size: int, on_read: Callable[[int], None]
+) -> Iterator[Damage]:
     piece = part.pieces[key]
     staging = torch.empty(min(CHUNK // dtype.itemsize, numel(piece.blocks)), dtype=dtype)
     for start, stop, expected in piece.chunks(dtype):
@@ -201,10 +205,10 @@ def _bad_chunks(part: PartIndex, key: str, dtype: torch.dtype, on_read: Callable
         byte = piece.start + start * dtype.itemsize
         problem = None
         try:
-            with reading(part.path) as descriptor:
-                read_into(descriptor, part.path, byte, memory)
+            with reading(part.path) as reader:
+                read_into(reader, byte, memory)
         except CheckpointError as error:
-            is_cut = part.path.lstat().st_size < byte + len(memory)
+            is_cut = size < byte + len(memory)
             problem = f"{key} is cut off" if is_cut else f"{key} cannot be read: {_without_path(error, part.path)}"
         else:
             if digest(memory) != expected:

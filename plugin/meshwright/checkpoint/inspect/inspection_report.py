@@ -6,14 +6,15 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from meshwright.checkpoint.files.place import Place
+from meshwright.checkpoint.files.storage import storage_of
 from meshwright.checkpoint.format.checkpoint_folders import absent_files, checkpoint_folders, foreign_files
 from meshwright.checkpoint.format.manifest import Manifest
-from meshwright.checkpoint.format.part_files import file_names
+from meshwright.checkpoint.format.part_files import file_names, tag_of
 from meshwright.checkpoint.inspect.inspect_checkpoint import Damage, Inspection
 from meshwright.checkpoint.one_device.safetensors_file import Form, num_bytes
 from meshwright.errors import CheckpointError
@@ -36,12 +37,12 @@ def as_dict(found: Inspection, others: list[dict[str, object]] | None = None) ->
     return report
 
 
-def listing(parent: Path) -> list[dict[str, object]]:
+def listing(parent: Place) -> list[dict[str, object]]:
     """Return a row for each checkpoint in a folder, in the order of the saves."""
     rows = []  # pairs of an order and a row
     for folder in checkpoint_folders(parent):
         row: dict[str, object] = {"name": folder.name, "step": None, "written": None}
-        row["bytes"] = sum(path.lstat().st_size for path in folder.iterdir())
+        row["bytes"] = sum(entry.size for entry in storage_of(folder).entries(folder).values())
         order = (0, 0)
         try:
             manifest = Manifest.read(folder)
@@ -137,7 +138,8 @@ def _keys(encoded: object) -> list[str] | None:
 
 
 def _sizes(manifest: Manifest, files: Mapping[str, int]) -> Report:
-    ranks = [sum(files.get(name, 0) for name in file_names(place)) for place in range(manifest.ranks)]
+    tag = tag_of(manifest.files)
+    ranks = [sum(files.get(name, 0) for name in file_names(place, tag)) for place in range(manifest.ranks)]
     return {
         "ranks": {"saved": manifest.ranks, "largest": max(ranks), "mean": sum(ranks) / len(ranks)},
         "bytes_on_disk": sum(files.values()),

@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from meshwright.checkpoint.files.place import Place
 from meshwright.checkpoint.one_device.optimizer_manifest import (
     OptimizerManifest,
     decode,
@@ -38,7 +38,7 @@ class SavedState(Protocol):
         """Return what this rank has of a tensor, on the CPU."""
 
 
-def check_fits(folder: Path, manifest: OptimizerManifest, saved_state: SavedState, found: OptimizerParts) -> None:
+def check_fits(folder: Place, manifest: OptimizerManifest, saved_state: SavedState, found: OptimizerParts) -> None:
     """Check that a saved state is that of an optimizer.
 
     Raises:
@@ -101,7 +101,7 @@ def check_fits(folder: Path, manifest: OptimizerManifest, saved_state: SavedStat
                 )
 
 
-def _check_state_names(folder: Path, manifest: OptimizerManifest, found: OptimizerParts) -> None:
+def _check_state_names(folder: Place, manifest: OptimizerManifest, found: OptimizerParts) -> None:
     """Check that one of torch's optimizers would find the state that it needs, and no other."""
     kind: object = type(found.optimizer)
     required, known, numbers = _state_names(kind)

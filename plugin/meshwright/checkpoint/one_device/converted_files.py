@@ -11,12 +11,13 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
 
+from meshwright.checkpoint.files.place import Place
+from meshwright.checkpoint.files.reading import reading
 from meshwright.checkpoint.one_device.published_form import Transform, naming_of
 from meshwright.checkpoint.one_device.safetensors_file import Entry, Form, read_rows, storage
 from meshwright.checkpoint.one_device.weight_files import WeightFiles
@@ -34,7 +35,7 @@ def as_of_model(files: WeightFiles, model: nn.Module) -> WeightFiles:
     shapes = {name: global_shape(x) for name, x in model.state_dict(keep_vars=True).items() if isinstance(x, Tensor)}
     own_name = naming_of(model, shapes)
     asked = _one_device(model, shapes)
-    entries: dict[str, tuple[Path, Entry]] = {}
+    entries: dict[str, tuple[Place, Entry]] = {}
     conversions: dict[str, Conversion] = {}
     # Experts are numbered, and converters take them in the order of their numbers.
     for name in sorted(files.entries, key=lambda name: [part.zfill(9) for part in re.split(r"(\d+)", name)]):
@@ -145,5 +146,5 @@ class ConvertedFiles(WeightFiles):
 
     def _published(self, name: str, dtype: torch.dtype) -> Tensor:
         path, entry = self.published.entries[name]
-        with path.open("rb", buffering=0) as file:
-            return read_rows(file, entry, entry.layout, dtype, lambda _: None)
+        with reading(path, follows_links=True) as reader:
+            return read_rows(reader, entry, entry.layout, dtype, lambda _: None)

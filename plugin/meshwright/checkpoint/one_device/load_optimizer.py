@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from meshwright.checkpoint.files.place import local_path
 from meshwright.checkpoint.files.reading import digest
 from meshwright.checkpoint.files.same_everywhere import read_same
 from meshwright.checkpoint.one_device.check_optimizer import IMPLEMENTATION, SavedState, check_fits
@@ -48,7 +49,7 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, directory: str | os.P
         mw.load_optimizer(model, optimizer, "checkpoint/optimizer")
     """
     model = without_compilation(model, "load_optimizer(model, optimizer, directory)")
-    folder = Path(directory)
+    folder = local_path(directory, "load_optimizer")
     found = shared_parts(model, optimizer)
     manifest, files = read_same(folder, lambda: (_open(folder, found), digest((folder / NAME).read_bytes())))
     with files.progress as progress:

@@ -9,18 +9,16 @@ from __future__ import annotations
 import ctypes
 import json
 import math
-import os
-import stat
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint.files import disk
-from meshwright.checkpoint.files.reading import parse_json, read_into
+from meshwright.checkpoint.files.place import Place
+from meshwright.checkpoint.files.reading import parse_json, read_exactly, read_into, reading
+from meshwright.checkpoint.files.storage import Reader, storage_of
 from meshwright.errors import CheckpointError
 from meshwright.layout.blocks import StridedBlock, numel
 from meshwright.layout.tensor_layout import TensorLayout
@@ -86,29 +84,20 @@ class Entry:
             )
 
 
-def read_header(path: Path) -> dict[str, Entry]:
+def read_header(path: Place) -> dict[str, Entry]:
     """Read the header of a safetensors file, and return the file's tensors by name.
 
     Raises:
         CheckpointError: if the file is truncated, inconsistent, or of another format.
     """
-    try:
-        # Without waiting for a pipe's other end, which may never come.
-        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise CheckpointError(f"{path} is not an ordinary file")
-            size = status.st_size
-            prefix = file.read(8)
-            length = int.from_bytes(prefix, "little")
-            if len(prefix) < 8 or not 2 <= length <= min(MAX_HEADER, size - 8):
-                raise CheckpointError(_not_safetensors(path, prefix, size))
-            # What begins otherwise is not read, however long its header claims to be.
-            content = bytearray(file.read(length) if file.peek(1)[:1] == b"{" else b"")
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    if content[:1] != b"{":
-        raise CheckpointError(_not_safetensors(path, prefix, size))
+    with reading(path, follows_links=True) as reader:
+        size = reader.size
+        start = bytes(read_exactly(reader, 0, min(9, size)))
+        length = int.from_bytes(start[:8], "little")
+        # What begins otherwise is not read, however long its header claims to be.
+        if not 2 <= length <= min(MAX_HEADER, size - 8) or start[8:] != b"{":
+            raise CheckpointError(_not_safetensors(path, start, size))
+        content = read_exactly(reader, 8, length)
     header = parse_json(content, path)
     require(header.pop("__metadata__", {}), table(text()), f"{path}: its '__metadata__'")
     require(header, table(_ENTRY), path)
@@ -131,13 +120,13 @@ def read_header(path: Path) -> dict[str, Entry]:
     return entries
 
 
-def _not_safetensors(path: Path, prefix: bytes, size: int) -> str:
+def _not_safetensors(path: Place, prefix: bytes, size: int) -> str:
     if prefix[:2] in (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"):
         return is_a_pickle(path)
     return f"{path} ({size} bytes) is not a safetensors file, or was truncated in its header"
 
 
-def is_a_pickle(path: Path) -> str:
+def is_a_pickle(path: Place) -> str:
     """Return why a pickle file is not read, and what to do with it."""
     return (
         f"{path} is a pickle file, which is not read because loading it could run code. Load it where you trust it and "
@@ -159,7 +148,7 @@ SHAPE = that(f"the sizes of at most {MAX_DIMS} dims", is_shape)
 _ENTRY = record({"dtype": text(most=20), "shape": SHAPE, "data_offsets": row(integer(0, LARGEST), integer(0, LARGEST))})
 
 
-def _entry(path: Path, name: str, value: dict[str, Any], data_start: int) -> Entry:
+def _entry(path: Place, name: str, value: dict[str, Any], data_start: int) -> Entry:
     dtype, shape, (start, stop) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
     if dtype not in DTYPES and start <= stop:  # other tools' files may have it beside what a model needs
         return Entry(torch.uint8, (stop - start,), data_start + start, unreadable=dtype)
@@ -179,12 +168,12 @@ def storage(layout: TensorLayout, dtype: torch.dtype) -> Tensor:
 
 
 def read_rows(
-    file: BinaryIO, entry: Entry, layout: TensorLayout, dtype: torch.dtype, on_read: Callable[[int], None]
+    reader: Reader, entry: Entry, layout: TensorLayout, dtype: torch.dtype, on_read: Callable[[int], None]
 ) -> Tensor:
     """Read only the bytes of this rank's shard of a tensor, and convert them to ``dtype``.
 
     Args:
-        file: the file, open for reading, unbuffered.
+        reader: the file.
         entry: the tensor's place in it.
         layout: which of its elements this rank has; padding becomes zero.
         on_read: function that is called with the number of bytes after each read.
@@ -192,22 +181,22 @@ def read_rows(
     Raises:
         CheckpointError: if the file ends early (it changed since its header was read), or its dtype is not known.
     """
-    entry.check_dtype(f"a tensor of {file.name}")
+    entry.check_dtype(f"a tensor of {reader.path}")
     values = storage(layout, dtype)
     fill = _fill if entry.dtype == dtype else _fill_converted
-    fill(values.view(-1), file, entry, _runs(layout.blocks()), on_read)
+    fill(values.view(-1), reader, entry, _runs(layout.blocks()), on_read)
     return values
 
 
-def _fill(flat: Tensor, file: BinaryIO, entry: Entry, runs: Iterator[Run], on_read: Callable[[int], None]) -> None:
+def _fill(flat: Tensor, reader: Reader, entry: Entry, runs: Iterator[Run], on_read: Callable[[int], None]) -> None:
     memory, itemsize = memory_of(flat), entry.dtype.itemsize
     for source, target, count in runs:
-        _read(file, entry.start + source * itemsize, memory[target * itemsize : (target + count) * itemsize])
+        read_into(reader, entry.start + source * itemsize, memory[target * itemsize : (target + count) * itemsize])
         on_read(count * itemsize)
 
 
 def _fill_converted(
-    flat: Tensor, file: BinaryIO, entry: Entry, runs: Iterator[Run], on_read: Callable[[int], None]
+    flat: Tensor, reader: Reader, entry: Entry, runs: Iterator[Run], on_read: Callable[[int], None]
 ) -> None:
     itemsize = entry.dtype.itemsize
     staging = torch.empty(max(1, min(_STAGING // itemsize, flat.numel())), dtype=entry.dtype)
@@ -224,7 +213,7 @@ def _fill_converted(
                 convert()
                 first, filled = target, 0
             part = min(count, len(staging) - filled)
-            _read(file, entry.start + source * itemsize, memory[filled * itemsize : (filled + part) * itemsize])
+            read_into(reader, entry.start + source * itemsize, memory[filled * itemsize : (filled + part) * itemsize])
             filled, source, target, count = filled + part, source + part, target + part, count - part
     convert()
 
@@ -242,10 +231,6 @@ def memory_of(x: Tensor) -> memoryview:
     return (
         memoryview((ctypes.c_char * num_bytes).from_address(x.data_ptr())).cast("B") if num_bytes else memoryview(b"")
     )
-
-
-def _read(file: BinaryIO, offset: int, memory: memoryview) -> None:
-    read_into(file.fileno(), Path(file.name), offset, memory)
 
 
 def file_header(tensors: Mapping[str, Form]) -> tuple[bytes, dict[str, int]]:
@@ -275,17 +260,17 @@ class SafetensorsWriter:
             writer.write(torch.zeros(2, 3))
     """
 
-    def __init__(self, path: Path, tensors: Mapping[str, Form]):
+    def __init__(self, path: Place, tensors: Mapping[str, Form]):
         self._expected = list(tensors.values())
         header, _ = file_header(tensors)
-        self._file = disk.NewFile(path)
+        self._file = storage_of(path).new_file(path)
         self._file.write(header)
 
     def __enter__(self) -> SafetensorsWriter:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, *error: object) -> None:
+        self._file.__exit__(*error)
 
     def write(self, tensor: Tensor) -> None:
         """Append the next tensor."""

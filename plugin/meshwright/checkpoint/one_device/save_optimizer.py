@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwright.checkpoint.files import disk
+from meshwright.checkpoint.files.place import local_path
 from meshwright.checkpoint.one_device.optimizer_manifest import OptimizerManifest
 from meshwright.checkpoint.one_device.rank_optimizer import RankOptimizer
 from meshwright.checkpoint.one_device.safetensors_file import num_bytes
@@ -61,13 +62,13 @@ def save_optimizer(
         mw.save_optimizer(model, optimizer, "checkpoint/optimizer")
     """
     model = without_compilation(model, "save_optimizer(model, optimizer, directory)")
+    folder = local_path(directory, "save_optimizer")
     own, texts = exchange_together(lambda: ((own := RankOptimizer.of(model, optimizer)), own.text()))
     mesh = own.found.runtime.mesh
     succeed_together(lambda: _check_writer(mesh))
     every = own.with_all(texts)
     tensors = every.tensors(device_of(model))
     most = succeed_together(lambda: parse_bytes(max_shard_size))
-    folder = Path(directory)
     stem = on_first_rank(lambda: _new_stem(folder))
     sizes = {name: num_bytes(tensor.form) for name, tensor in tensors.items()}
     names = {

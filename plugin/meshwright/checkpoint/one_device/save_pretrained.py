@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.checkpoint.files.place import local_path
+from meshwright.checkpoint.files.reading import reading
 from meshwright.checkpoint.one_device.published_form import (
     PublishedTensors,
     as_they_are,
@@ -64,6 +66,7 @@ class _FullSave(ChainStep):
 
     def _save(self, save_directory: str | os.PathLike[str], *args: object, **kwargs: object) -> None:
         model, save_pretrained = self.model, self.method
+        local_path(save_directory, "save_pretrained")
         runtime = runtime_of(model)
         call = _bind(save_pretrained, save_directory, *args, **kwargs)
         saves_adapters = wrapped(model) is not None or getattr(model, "_hf_peft_config_loaded", False)
@@ -252,9 +255,9 @@ def _save_stand_ins(
     if len(written) != 1:
         return None
     entries = read_header(written[0])
-    with written[0].open("rb", buffering=0) as file:
+    with reading(written[0]) as reader:
         for name, entry in entries.items():
-            values = read_rows(file, entry, entry.layout, entry.dtype, lambda _: None)
+            values = read_rows(reader, entry, entry.layout, entry.dtype, lambda _: None)
             if name not in names or not torch.equal(values, names[name]):
                 return None
     written[0].unlink()

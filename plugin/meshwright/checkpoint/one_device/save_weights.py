@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from torch import Tensor, nn
 
+from meshwright.checkpoint.files.place import local_path
 from meshwright.checkpoint.one_device.replaced_model import ModelReplacement, WeightNames
 from meshwright.checkpoint.one_device.streamed_files import StreamedFiles, stream
 from meshwright.checkpoint.one_device.whole_tensors import gather_full
@@ -40,7 +40,7 @@ def save_weights(model: nn.Module, directory: str | os.PathLike[str]) -> None:
         mw.save_weights(model, "checkpoint")
         mw.load_weights(model, "checkpoint")
     """
-    model = without_compilation(model, "save_weights(model, directory)")
+    model, folder = without_compilation(model, "save_weights(model, directory)"), local_path(directory, "save_weights")
     runtime = runtime_of(model)
     runtime.compare_before_save()
     tensors = _tensors(model)
@@ -51,7 +51,7 @@ def save_weights(model: nn.Module, directory: str | os.PathLike[str]) -> None:
 
     def start() -> None:
         nonlocal replacement
-        replacement = ModelReplacement(Path(directory))
+        replacement = ModelReplacement(folder)
 
     def finish() -> None:
         assert written is not None and replacement is not None
@@ -63,7 +63,7 @@ def save_weights(model: nn.Module, directory: str | os.PathLike[str]) -> None:
         written = None
         if runtime.mesh.is_first:
             assert replacement is not None
-            written = StreamedFiles(replacement.path, files, f"writing {Path(directory, FILE)}")
+            written = StreamedFiles(replacement.path, files, f"writing {folder / FILE}")
         stream(files, lambda name: gather_full(tensors[name], runtime), written)
         on_first_rank(finish)
     finally:

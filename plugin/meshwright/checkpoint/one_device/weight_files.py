@@ -7,12 +7,14 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import torch
 from torch import Tensor, nn
 
-from meshwright.checkpoint.files.reading import read_json
+from meshwright.checkpoint.files.place import Place, Url, place
+from meshwright.checkpoint.files.reading import read_json, reading
+from meshwright.checkpoint.files.storage import storage_of
 from meshwright.checkpoint.one_device.safetensors_file import (
     Entry,
     Form,
@@ -50,8 +52,8 @@ class WeightFiles:
         progress: the progress bar, which counts the bytes read.
     """
 
-    source: Path
-    entries: Mapping[str, tuple[Path, Entry]]
+    source: Place
+    entries: Mapping[str, tuple[Place, Entry]]
     progress: Progress
 
     @staticmethod
@@ -66,19 +68,20 @@ class WeightFiles:
         """
         if not isinstance(source, str | os.PathLike):
             return _of_files([WeightFiles.open(file) for file in source])
-        path = Path(source)
-        if path.is_dir():
-            path = _in_directory(path)
+        path = place(source)
+        inside = storage_of(path).entries(path)
+        if inside or (isinstance(path, Path) and path.is_dir()):
+            path = _in_directory(path, sorted(inside))
             _check_inside(path.parent, path.name)
-        if path.suffix in _PICKLES:
+        if _suffix(path.name) in _PICKLES:
             raise CheckpointError(is_a_pickle(path))
-        if not path.is_file():
+        if isinstance(path, Path) and not path.is_file():
             raise CheckpointError(f"there is no checkpoint at {path}; name a .safetensors file, its index, or a folder")
-        if path.suffix == ".json":
+        if _suffix(path.name) == ".json":
             entries = _indexed(path)
         else:
             entries = {name: (path, entry) for name, entry in read_header(path).items()}
-        return WeightFiles(Path(source), entries, Progress(f"reading {path.name}"))
+        return WeightFiles(place(source), entries, Progress(f"reading {path.name}"))
 
     def names_for(self, model: nn.Module) -> dict[int, str]:
         """Check the checkpoint against a model; return the checkpoint's name of each model tensor, by ``id``.
@@ -155,8 +158,8 @@ class WeightFiles:
     def read(self, name: str, dtype: torch.dtype, layout: TensorLayout | None = None) -> Tensor:
         """Read what this rank has of a tensor, and no other bytes, to the CPU; all of it without a layout."""
         path, entry = self.entries[name]
-        with path.open("rb", buffering=0) as file:
-            return read_rows(file, entry, layout or entry.layout, dtype, self.progress.add)
+        with reading(path, follows_links=True) as reader:
+            return read_rows(reader, entry, layout or entry.layout, dtype, self.progress.add)
 
     def _mismatch(self, lacking: list[str], others: list[str]) -> str:
         parts = [f"{self.source} does not fit the model"]
@@ -170,7 +173,7 @@ class WeightFiles:
 def _of_files(parts: list[WeightFiles]) -> WeightFiles:
     if len(parts) == 1:
         return parts[0]
-    entries: dict[str, tuple[Path, Entry]] = {}
+    entries: dict[str, tuple[Place, Entry]] = {}
     for part in parts:
         if repeated := sorted(entries.keys() & part.entries.keys()):
             other = entries[repeated[0]][0]
@@ -182,8 +185,7 @@ def _of_files(parts: list[WeightFiles]) -> WeightFiles:
     return WeightFiles(folder, entries, Progress(f"reading {folder.name}"))
 
 
-def _in_directory(directory: Path) -> Path:
-    names = sorted(entry.name for entry in directory.iterdir())
+def _in_directory(directory: Place, names: list[str]) -> Place:
     if _SINGLE in names:
         return directory / _SINGLE
     for kind in (_INDEX, ".safetensors"):
@@ -192,7 +194,7 @@ def _in_directory(directory: Path) -> Path:
             return directory / found[0]
         if found:
             raise CheckpointError(f"{directory} has several checkpoints: {', '.join(found)}; name one of the files")
-    pickles = [name for name in names if Path(name).suffix in _PICKLES]
+    pickles = [name for name in names if _suffix(name) in _PICKLES]
     hint = (
         f"; {', '.join(pickles)} looks like a pickle file, which is not read because loading it could run code: write "
         "it again with model.save_pretrained(...), which writes safetensors"
@@ -202,14 +204,18 @@ def _in_directory(directory: Path) -> Path:
     raise CheckpointError(f"{directory} has no .safetensors file; it holds: {some(names, ', ') or 'nothing'}{hint}")
 
 
-def _indexed(index: Path) -> dict[str, tuple[Path, Entry]]:
-    found = read_json(index.resolve())
+def _suffix(name: str) -> str:
+    return PurePath(name).suffix
+
+
+def _indexed(index: Place) -> dict[str, tuple[Place, Entry]]:
+    found = read_json(index.resolve() if isinstance(index, Path) else index)
     files = found.get("weight_map") if isinstance(found, dict) else None
     require(files, _WEIGHT_MAP, f"{index}: its 'weight_map'")
     assert files is not None
     if outside := sorted({file for file in files.values() if Path(file).name != file or "\0" in file}):
         raise CheckpointError(f"the 'weight_map' of {index} lists files outside its own folder: {some(outside, ', ')}")
-    if absent := sorted({file for file in files.values() if not (index.parent / file).is_file()}):
+    if absent := sorted({*files.values()} - storage_of(index).entries(index.parent).keys()):
         raise CheckpointError(f"the 'weight_map' of {index} lists files that do not exist: {some(absent, ', ')}")
     for file in sorted(set(files.values())):
         _check_inside(index.parent, file)
@@ -219,13 +225,15 @@ def _indexed(index: Path) -> dict[str, tuple[Path, Entry]]:
     return {name: (index.parent / file, headers[file][name]) for name, file in files.items()}
 
 
-def _check_inside(folder: Path, file: str) -> None:
-    """Check that a file is in its folder, and no link to a file elsewhere.
+def _check_inside(folder: Place, file: str) -> None:
+    """Check that a file of the disk is in its folder, and no link to a file elsewhere.
 
     The cache of the Hugging Face hub links a snapshot's files to the ``blobs`` folder beside the snapshots.
     """
-    place, real = folder.resolve(), (folder / file).resolve()
-    homes = [place, place.parent.parent / "blobs"] if place.parent.name == "snapshots" else [place]
+    if isinstance(folder, Url):
+        return  # a store has no links
+    home, real = folder.resolve(), (folder / file).resolve()
+    homes = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
     if not any(real.is_relative_to(home) for home in homes):
         raise CheckpointError(
             f"{folder / file} is a link to {real}, outside its folder; name that file itself, or a list of files, if "

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from meshwright.checkpoint.files import disk
 from meshwright.checkpoint.files.full_disk import naming_the_disk
 from meshwright.checkpoint.files.lineage import LAST_TIME, Lineage, begin_save
-from meshwright.checkpoint.files.reading import digest_in, reading
+from meshwright.checkpoint.files.reading import digest_in, read_into, reading
 from meshwright.checkpoint.files.same_everywhere import check_same
 from meshwright.checkpoint.files.staged_folder import StagedFolder, locked, seen_in_time, staged_path
 from meshwright.checkpoint.sealed.seal import CHUNK, NAME, Seal, holds_only_what_was_sealed, sizes_in
@@ -62,7 +61,7 @@ def sealed_folder(
         with naming_the_disk(target):
             staging = StagedFolder(target, is_ours or holds_only_what_was_sealed)
             begin_save(staging.target / NAME)
-        return staging.path.parent.name
+        return staging.name
 
     def commit(files: dict[str, tuple[int, list[str]]]) -> None:
         assert staging is not None
@@ -225,11 +224,11 @@ def _digest_of(path: Path, start: int, stop: int) -> str:
     import xxhash  # what writes and reads no checkpoint runs without it
 
     hasher = xxhash.xxh3_128()
-    with reading(path) as descriptor:
+    memory = memoryview(bytearray(min(_READ, stop - start)))
+    with reading(path, until=stop) as reader:
         while start < stop:
-            part = os.pread(descriptor, min(_READ, stop - start), start)
-            if not part:
-                raise CheckpointError(f"{path} is damaged: it ends at byte {start}, and {stop} bytes were saved")
+            part = memory[: stop - start]
+            read_into(reader, start, part)
             hasher.update(part)
             start += len(part)
     return hasher.hexdigest()

@@ -1,0 +1,91 @@
+"""Where a checkpoint is: at a path of the local disk, or at a URL of another store."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from meshwright.errors import CheckpointError
+
+_SCHEME = re.compile(r"[a-z][a-z0-9+.-]*", re.IGNORECASE)
+_LOCAL = ("file", "local")  # the schemes that fsspec has for the local disk
+
+
+class Url(str):
+    """The URL of a folder or a file in a store, with the part of ``Path`` that code uses of both.
+
+    Example:
+        >>> Url("s3://bucket/run") / "step-100"
+        's3://bucket/run/step-100'
+    """
+
+    __slots__ = ()
+
+    @property
+    def scheme(self) -> str:
+        return self.partition("://")[0]
+
+    @property
+    def name(self) -> str:
+        return self.rpartition("/")[2]
+
+    @property
+    def parent(self) -> Url:
+        return Url(f"{self.scheme}://{self.partition('://')[2].rpartition('/')[0]}")
+
+    def with_name(self, name: str) -> Url:
+        return self.parent / name
+
+    def __truediv__(self, name: str) -> Url:
+        return Url(f"{self.rstrip('/')}/{name}" if not self.endswith("://") else f"{self}{name}")
+
+
+Place = Path | Url
+
+
+class RemoteError(OSError):
+    """Raised if a store does not answer or refuses, which says nothing about what is there."""
+
+
+def place(name: str | os.PathLike[str]) -> Place:
+    """Return the place that a user names.
+
+    Raises:
+        CheckpointError: if it is neither a path nor the URL of one store.
+    """
+    text = os.fspath(name)
+    scheme, mark, rest = text.partition("://")
+    if not mark or "/" in scheme:
+        return Path(text)
+    if _SCHEME.fullmatch(scheme) is None:
+        raise CheckpointError(
+            f"{text!r} is neither a path nor the URL of one store, so nothing can be saved there in one step. Name the "
+            "store itself, such as 's3://bucket/run'"
+        )
+    return Path(rest) if scheme in _LOCAL else Url(text.rstrip("/") if rest.strip("/") else text)
+
+
+def absolute(name: str | os.PathLike[str]) -> Place:
+    """Return the place that a user names, independent of the working directory."""
+    found = place(name)
+    return Path(os.path.abspath(found)) if isinstance(found, Path) else found
+
+
+def local_path(name: str | os.PathLike[str], call: str) -> Path:
+    """Return the path that a user names for a call that writes or reads files of other programs.
+
+    Raises:
+        CheckpointError: if it is a URL; the message names ``call``.
+
+    Example:
+        >>> local_path("runs/last", "save_weights")
+        PosixPath('runs/last')
+    """
+    found = place(name)
+    if isinstance(found, Url):
+        raise CheckpointError(
+            f"{call} works on local disks only, and {found} is a URL, so no file would get there. Name a local folder; "
+            "meshwright.save_checkpoint and load_checkpoint take URLs, and `meshwright export` reads them"
+        )
+    return found
