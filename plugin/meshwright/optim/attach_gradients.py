@@ -33,7 +33,7 @@ from meshwright.optim.gradients import Gradients
 from meshwright.optim.offload import HostSteps
 from meshwright.optim.runtime import Runtime, attach, find_runtime, live_runtimes
 from meshwright.optim.state_dicts import guard_optimizer
-from meshwright.optim.step_hooks import StepHooks
+from meshwright.optim.step_hooks import StepHooks, end_upon_errors
 from meshwright.optim.thawing import FixedParameters, TrainedParameters
 from meshwright.optim.whole_steps import WholeSteps
 from meshwright.optim.zero.sliced_optimizer import LentSlices, hook_optimizer
@@ -98,16 +98,21 @@ def install_gradient_sync(
             optimizer.register_step_pre_hook(runtime.meet_before_publishing)
         if host is not None:
             host.hook_end()
+        ends: list[Callable[[], object]] = []
         if gradients.zero is not None:
-            hook_optimizer(optimizer, gradients.zero)
+            ends.append(hook_optimizer(optimizer, gradients.zero))
         if host is not None:
             host.hook_begin()
+            ends.insert(0, host.take_back)
         if whole is not None:
             whole.hook_begin()
             gradients.whole = whole
+            ends.insert(0, whole.abandon)
         if runtime.weights is not None:
             optimizer.register_step_post_hook(runtime.weights.release)
-        StepWindow().over(optimizer)
+        window = StepWindow()
+        window.over(optimizer)
+        end_upon_errors(optimizer, [window.close, *ends])
         if runtime.spreads_gradients:
             hooks.arrange()
         if isinstance(optimizer, ChainedOptimizer):

@@ -1,16 +1,17 @@
-"""The order of the program's hooks of an optimizer's step and of the hooks that the call adds."""
+"""The order of the program's hooks of an optimizer's step and of the hooks that the call adds, and their end."""
 
 from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from meshwright.optim.chained import members
+from meshwright.replaced_method import replace_method
 
 
 class StepHooks:
@@ -59,6 +60,21 @@ class StepHooks:
         for hooks, ours_first in ((self._pre, self._is_inside), (self._post, not self._is_inside)):
             for key in [key for key in hooks if (key in self._ours) != ours_first]:
                 hooks.move_to_end(key)
+
+
+def end_upon_errors(optimizer: Optimizer, ends: Sequence[Callable[[], object]]) -> None:
+    """Call functions, in this order, if a step of an optimizer raises: torch then leaves out the hooks that end it."""
+    step = optimizer.step
+
+    def run(_: Optimizer, *args: Any, **kwargs: Any) -> object:
+        try:
+            return step(*args, **kwargs)
+        except BaseException:
+            for end in ends:
+                end()
+            raise
+
+    replace_method(optimizer, "step", run)
 
 
 def _late_hook(name: str, hook: object) -> RemovableHandle:

@@ -13,6 +13,7 @@ from meshwright.autograd import Node, TensorFunction
 from meshwright.parallel.gradients.program_hooks import ProgramHooks
 from meshwright.parallel.gradients.sync import GradientSync
 from meshwright.parallel.shards.reads import reading_shards
+from meshwright.parallel.shards.sharded_parameter import show_elsewhere
 from meshwright.parallel.tensor_checks import is_known_one
 from meshwright.roles.linear_kernel import LinearKernel
 
@@ -28,10 +29,14 @@ class SummedGradients:
     Args:
         parameters: the parameters that get the gradients.
         syncs: the model's synchronisers, which see only the sum.
+        elsewhere: the parameters whose gradients only other stages of a pipeline have.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], syncs: Sequence[GradientSync]):
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], syncs: Sequence[GradientSync], elsewhere: Sequence[nn.Parameter] = ()
+    ):
         self.parameters = list(parameters)
+        self._elsewhere = elsewhere
         self.syncs = syncs
         self._sums: dict[int, Tensor] = {}
         self._storages: set[int] = set()  # memory of the sums
@@ -121,6 +126,8 @@ class SummedGradients:
 
     def _begin(self) -> None:
         """Begin the pass, on every stage of a pipeline, if hooks run at its end, also where no gradient arrives."""
+        for parameter in self._elsewhere:
+            show_elsewhere(parameter)
         for sync in self.syncs[:1]:
             if sync.hooks.are_any:
                 sync.begin()
