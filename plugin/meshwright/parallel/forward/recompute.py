@@ -59,13 +59,14 @@ def recompute_layers(model: nn.Module, layers: int | None = None, own: Collectio
     """
     switch = _switch(model)
     assert switch is not None
-    switch({"use_reentrant": False})
     found = _layers(model)
+    by_program = {layer for layer in found if getattr(layer, _FLAG)}  # which writes twice on one device too
+    switch({"use_reentrant": False})
     if own is not None:
         inside = {id(module) for layer in own for module in layer.modules()}
         found = [layer for layer in found if id(layer) in inside]
     count = len(found) if layers is None else layers
-    WritesInRecompute.over(model, found[:count])
+    WritesInRecompute.over(model, [layer for layer in found[:count] if layer not in by_program])
     for layer in found[count:]:
         setattr(layer, _FLAG, False)
 
