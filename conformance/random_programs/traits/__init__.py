@@ -1,7 +1,19 @@
 """All traits by their names."""
 
 from conformance.random_programs.trait import Trait
-from conformance.random_programs.traits import batches, forwards, loops, losses, models, optimizers, parameters, passes, readings, shapes, weights
+from conformance.random_programs.traits import (
+    batches,
+    forwards,
+    loops,
+    losses,
+    models,
+    optimizers,
+    parameters,
+    passes,
+    readings,
+    shapes,
+    weights,
+)
 
 _MODULES = (batches, forwards, loops, losses, models, optimizers, parameters, passes, readings, shapes, weights)
 

@@ -42,7 +42,8 @@ class ClosedState(StateOfParts):
             "is dict.items(optimizer.state).)"
         )
 
-    __getitem__ = __setitem__ = __delitem__ = __contains__ = get = setdefault = pop = popitem = update = _refuse
+    __getitem__ = __setitem__ = __delitem__ = __contains__ = get = setdefault = pop = popitem = _refuse
+    update = _refuse  # type: ignore[assignment]
     __iter__ = __reversed__ = __len__ = keys = values = items = copy = __copy__ = __or__ = __ror__ = __ior__ = _refuse
 
 
