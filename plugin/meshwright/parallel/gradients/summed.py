@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.autograd import Node, TensorFunction
+from meshwright.autograd import Node, TensorFunction, keeps_graph
 from meshwright.parallel.gradients.program_hooks import ProgramHooks
 from meshwright.parallel.gradients.sync import GradientSync
 from meshwright.parallel.shards.reads import reading_shards
@@ -19,7 +19,8 @@ from meshwright.roles.linear_kernel import LinearKernel
 
 TWICE = (
     "backward ran a second time through a batch that the plan splits into micro-batches, but the first backward "
-    "used up the gradients that were computed inside the model's forward. Call the model again before each backward"
+    "used up the gradients that were computed inside the model's forward. Call the model again before each backward, "
+    "or write loss.backward(retain_graph=True) for all but the last"
 )
 
 
@@ -174,10 +175,13 @@ class _AddGradients(TensorFunction):
     @staticmethod
     def backward(ctx: Node, grad: Tensor) -> tuple[object, ...]:
         # Scale these gradients in place and release them, since they are as large as all gradients of the model.
-        gradients, ctx.gradients = ctx.gradients, None
+        gradients, keeps = ctx.gradients, keeps_graph()
         if gradients is None:
             raise RuntimeError(TWICE)
         ctx.begin()
+        if keeps:
+            return grad, None, None, None, *[None if g is None else g * grad for g in gradients]
+        ctx.gradients = None
         if is_known_one(grad):
             return grad, None, None, None, *gradients
         return grad, None, None, None, *[None if g is None else g.mul_(grad) for g in gradients]
