@@ -25,7 +25,7 @@ class Node(FunctionCtx):
 
 def keeps_graph() -> bool:
     """Return whether the running backward pass keeps its graph for another one (``retain_graph=True``)."""
-    return torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined,no-any-return]
+    return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 class TensorFunction(torch.autograd.Function):

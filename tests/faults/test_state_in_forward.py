@@ -172,6 +172,21 @@ def test_state_that_follows_a_part_of_the_batch_is_named(kind: str, plan: Any, m
         assert error and re.search(message, text.replace("\n", " ")), text
 
 
+def test_what_layers_read_is_the_same_when_they_run_again() -> None:
+    """A hook, an adapter or a mode that is there in forward alone; and keys that recomputed layers do not read."""
+    model: Any = mw.to_distributed(build("llama"), plan=mw.ParallelPlan(recompute="full"))[0]
+    ids = tokens(2, 8)
+    handle = model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: 1.001 * output)
+    loss = model(input_ids=ids, labels=ids).loss
+    handle.remove()
+    with pytest.raises(mw.PlanError, match=r"model.layers.1 computes something else .* Change it after loss.backward"):
+        loss.backward()
+    for _ in range(2):
+        model(input_ids=ids, labels=ids).loss.backward()
+    with pytest.raises(mw.PlanError, match=r"given past_key_values in training"):
+        model(input_ids=ids, labels=ids, past_key_values=[ids])
+
+
 def warned(plan: dict[str, Any]) -> str:
     with logged("meshwright") as lines:
         train(plan, "number")

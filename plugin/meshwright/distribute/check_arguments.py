@@ -257,9 +257,10 @@ def _check_memory(model: nn.Module) -> None:
     for name, x in model.named_parameters():
         if type(x) is nn.Parameter and x.numel() and not x.is_meta and x.layout is torch.strided:
             extent = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1
-            places.append((x.untyped_storage()._cdata, x.storage_offset(), x.storage_offset() + extent, name))
+            start = x.storage_offset()
+            places.append((x.untyped_storage()._cdata, start, start + extent, name, x.requires_grad))
     for one, other in pairwise(sorted(places)):
-        if one[0] == other[0] and other[1] < one[2]:
+        if one[0] == other[0] and other[1] < one[2] and (one[4] or other[4]):
             raise PlanError(
                 f"{one[3]} and {other[3]} are two parameters of one memory, of which a step on one device changes both "
                 "by the gradient of each, and the plan gives each a memory of its own. Make them one parameter, "
