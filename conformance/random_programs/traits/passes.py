@@ -96,31 +96,12 @@ def _keep(run: Run, modules: Any) -> None:
         module.register_forward_hook(lambda *args, index=index: kept.update({index: _norm_of(args[-1])}))
 
 
-def _keep_in_module(run: Run) -> None:
-    """Keep a layer's output in the layer."""
-    for layer in run.layers:
-        layer.register_forward_hook(lambda module, args, output: setattr(module, "seen", _norm_of(output)))
-
-
 def _say_kept(run: Run) -> None:
     run.say(sum(run.memory["kept"][index] for index in sorted(run.memory["kept"])))
 
 
-def _say_first_kept(run: Run) -> None:
-    run.say(run.memory["kept"][0] / run.memory["kept"][1])
-
-
 _KEPT: dict[str, dict[str, Any]] = {
     "norms of layers, summed": {"ready": lambda run: _keep(run, lambda run: run.layers), "stepped": _say_kept},
-    "norms of layers, by number": {"ready": lambda run: _keep(run, lambda run: run.layers), "stepped": _say_first_kept},
-    "norms of mlps, by number": {
-        "ready": lambda run: _keep(run, lambda run: [layer.mlp for layer in run.layers]),
-        "stepped": _say_first_kept,
-    },
-    "norms kept in layers": {
-        "ready": _keep_in_module,
-        "stepped": lambda run: run.say(sum(layer.seen for layer in run.layers)),
-    },
 }
 for _name, _points in _KEPT.items():
     add(
@@ -129,7 +110,8 @@ for _name, _points in _KEPT.items():
             kind="module hook",
             may=TOLD,
             tells="hook|mlp|layer",
-            by_design="dp|ga|mb",  # under which each part of the batch has norms of its own
+            warns="changes nothing",
+            by_design=SPLIT,  # where each part of the batch has norms of its own
             without=_LOSS | {"accumulation", "length", "sharing", "class", "change", "recompute"},
             **_points,
         )

@@ -117,7 +117,8 @@ class HookedModules:
         if self.whole is not None and (every := hooks_of_all_modules()):
             raise PlanError(
                 f"a hook on all modules of torch ({source_of(every[0])}) would see this rank's parts of activations, "
-                "since the plan cuts them over tp. Register it on the modules that it needs, before to_distributed"
+                "since the plan cuts them over tp. Register it on the modules that it needs, before to_distributed: "
+                "module.register_forward_hook(hook)"
             )
         sees_parts = self._parted or self.is_split or self.is_staged or self._is_shared
         if self.whole is None and not (trains and sees_parts):
