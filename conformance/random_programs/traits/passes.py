@@ -110,7 +110,7 @@ for _name, _points in _KEPT.items():
             kind="module hook",
             may=TOLD,
             tells="hook|mlp|layer",
-            warns="changes nothing",
+            warns="changes nothing|tokens only",
             by_design=SPLIT,  # where each part of the batch has norms of its own
             without=_LOSS | {"accumulation", "length", "sharing", "class", "change", "recompute"},
             **_points,

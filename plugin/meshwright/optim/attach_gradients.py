@@ -33,7 +33,7 @@ from meshwright.optim.gradients import Gradients
 from meshwright.optim.offload import HostSteps
 from meshwright.optim.runtime import Runtime, attach, find_runtime, live_runtimes
 from meshwright.optim.state_dicts import guard_optimizer
-from meshwright.optim.step_hooks import StepHooks, end_upon_errors
+from meshwright.optim.step_hooks import StepHooks
 from meshwright.optim.thawing import FixedParameters, TrainedParameters
 from meshwright.optim.whole_steps import WholeSteps
 from meshwright.optim.zero.sliced_optimizer import LentSlices, hook_optimizer
@@ -112,7 +112,7 @@ def install_gradient_sync(
             optimizer.register_step_post_hook(runtime.weights.release)
         window = StepWindow()
         window.over(optimizer)
-        end_upon_errors(optimizer, [window.close, *ends])
+        hooks.surround([window.close, *ends])
         if runtime.spreads_gradients:
             hooks.arrange()
         if isinstance(optimizer, ChainedOptimizer):

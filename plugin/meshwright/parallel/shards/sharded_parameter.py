@@ -245,7 +245,7 @@ def _on_elements(
     func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any], is_in_place: bool
 ) -> Any:
     like = next(x for x in _flat(args, kwargs) if is_shard(x))
-    if is_in_place and not is_shard(args[0]):
+    if is_in_place and not _may_write(args[0], like):
         raise unreadable(name, like, into=args[0])
     if is_in_place and _is_elsewhere(args[0]):
         return args[0]
@@ -266,7 +266,7 @@ def _on_lists(
     count = len(args[0])
     likes = [next((x for x in (arg[i] for arg in args if _is_list(arg)) if is_shard(x)), None) for i in range(count)]
     for target, like in zip(args[0], likes, strict=True):
-        if is_in_place and like is not None and not is_shard(target):
+        if is_in_place and like is not None and not _may_write(target, like):
             raise unreadable(name, like, into=target)
     written = [not (is_in_place and _is_elsewhere(target)) for target in args[0]]
     if not any(written):
@@ -291,6 +291,12 @@ def _on_lists(
         if (values := values_of(target)) is not None:
             values.changed()
     return results
+
+
+def _may_write(target: object, like: Tensor) -> bool:
+    """Return whether values of a shard may go into a tensor: another shard, or any if this rank's stage has all."""
+    layout = layout_if_any(like)
+    return is_shard(target) or (layout is not None and not layout.is_sharded and values_of(like) is None)
 
 
 def _is_in_place(name: str) -> bool:
