@@ -125,7 +125,8 @@ class Decaying(torch.optim.SGD):
 Make = Callable[[Any], torch.optim.Optimizer]
 PROGRAMS: dict[str, Make] = {
     "by name": ByName, "hooks": hooked, "a late hook": late_hooked, "wrapped": plain, "a step of parts raises": failing,
-    "a whole step raises": failing_whole, "a step around its base's": lambda model: Decaying(model.parameters(), lr=0.1),
+    "a whole step raises": failing_whole,
+    "a step around its base's": lambda model: Decaying(model.parameters(), lr=0.1),
 }  # fmt: skip
 
 
