@@ -20,6 +20,7 @@ import meshwright as mw
 from benchmarks import contenders
 from benchmarks.workload import Workload
 from meshwright.optim.state_parts import parts_of, unwrapped
+from meshwright.parallel.shards.state_of_parts import state_of
 
 
 class WrongAnswer(RuntimeError):
@@ -82,7 +83,7 @@ class Ours(Saver, contenders.Ours):
         for part in found.parts.values():
             if part.key is not None:
                 yield part.key.detach()
-                yield from (x for x in found.optimizer.state[part.key].values() if isinstance(x, Tensor))
+                yield from (x for x in state_of(found.optimizer, part.key).values() if isinstance(x, Tensor))
 
 
 class FullySharded(Saver):

@@ -156,7 +156,7 @@ def _known(theirs: dict[str, Tensor], ours: dict[str, Tensor]) -> set[str]:
 def _of_tensors(actual: Tensor, expected: Tensor) -> float:
     if actual.shape != expected.shape:
         return math.inf
-    if not expected.is_floating_point():
+    if not (expected.is_floating_point() or expected.is_complex()) or not expected.numel():
         return 0.0 if actual.equal(expected) else math.inf
     difference = relative_difference(actual, expected)
     return math.inf if math.isnan(difference) else difference

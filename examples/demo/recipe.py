@@ -89,4 +89,4 @@ def tensor_bytes(tensors: Iterable[Any]) -> int:
 
 def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Return the bytes of the optimizer's state."""
-    return tensor_bytes(value for state in optimizer.state.values() for value in state.values())
+    return tensor_bytes(value for state in dict.values(optimizer.state) for value in state.values())

@@ -23,6 +23,11 @@ class Node(FunctionCtx):
         def __setattr__(self, name: str, value: object) -> None: ...
 
 
+def keeps_graph() -> bool:
+    """Return whether the running backward pass keeps its graph for another one (``retain_graph=True``)."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
 class TensorFunction(torch.autograd.Function):
     """An autograd function whose result is one tensor."""
 

@@ -39,13 +39,13 @@ class Run:
         with torch.no_grad():
             for parameter in self.model.parameters():
                 parameter.fill_(number)
-            for state in self.optimizer.state.values():
+            for state in dict.values(self.optimizer.state):
                 for value in state.values():
                     value.fill_(number)
 
     def numbers(self) -> set[float]:
         weights = [p.detach() for p in self.model.parameters()]
-        states = [value for state in self.optimizer.state.values() for value in state.values()]
+        states = [value for state in dict.values(self.optimizer.state) for value in state.values()]
         return {float(number) for value in (*weights, *states) for number in value.unique()}
 
 

@@ -262,13 +262,13 @@ def refused(plan: dict[str, Any], folder: Path, changes: dict[str, Any]) -> None
     training = Training(plan, **{"dtype": torch.float32, **changes})
     training.run(0, 1)
     optimizer = training.optimizer
-    before = [(key, {k: torch.as_tensor(v).clone() for k, v in s.items()}) for key, s in optimizer.state.items()]
+    before = [(key, {k: torch.as_tensor(v).clone() for k, v in s.items()}) for key, s in dict.items(optimizer.state)]
     options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     try:
         mw.load_optimizer(training.model, optimizer, folder)
     finally:
         assert options == [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-        for (key, state), (other, values) in zip(before, optimizer.state.items(), strict=True):
+        for (key, state), (other, values) in zip(before, dict.items(optimizer.state), strict=True):
             assert key is other and all(torch.equal(state[k], torch.as_tensor(values[k])) for k in state)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 from typing import Any
 
@@ -212,6 +213,21 @@ def warnings_of_a_stranger(is_wrapped: bool) -> list[str]:
                 one.step()
                 one.zero_grad()
     return [text for text in said if "in no distributed model" in text]
+
+
+def test_two_parameters_of_one_memory_are_named() -> None:
+    """ZeRO gives each a memory of its own. Without it they stay one; and the model cannot be saved as an object."""
+    models: Any = [build("llama") for _ in range(2)]
+    for model in models:
+        first, last = (layer.mlp.down_proj for layer in model.model.layers)
+        last.bias.data = first.bias.data
+    with pytest.raises(
+        mw.PlanError, match=r"0.mlp.down_proj.bias and .*1.mlp.down_proj.bias are two parameters of one"
+    ):
+        mw.to_distributed(models[0], plan=mw.ParallelPlan(zero_stage=1))
+    model = mw.to_distributed(models[1], plan=mw.ParallelPlan())[0]
+    with pytest.raises(mw.UnreadableTensorError, match=r"state = meshwright.full_state_dict\(model\)"):
+        torch.save(model, io.BytesIO())
 
 
 @pytest.mark.parametrize("is_wrapped", [False, True])

@@ -22,7 +22,7 @@ PIECES = {**DP2, "gradient_accumulation_steps": 2}
 RECOMPUTED = {**DP2, "recompute": "full"}
 PP2 = {"pp": 2, "gradient_accumulation_steps": 2}
 ROWS, STEPS = 8, 3
-AFTER = ", after an evaluation"
+AFTER, BY_ITSELF = ", after an evaluation", ", recomputed by the program"
 
 
 class Activation(nn.Module):
@@ -70,7 +70,9 @@ def model_of(kind: str) -> Any:
     elif kind == "max_norm":
         model.model.embed_tokens.max_norm = 1.0
     else:
-        model.model.layers[1].mlp.act_fn = Activation(kind).double()
+        model.model.layers[1].mlp.act_fn = Activation(kind.removesuffix(BY_ITSELF)).double()
+    if kind.endswith(BY_ITSELF):
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
     if kind == "frozen norm":
         model.model.layers[1].mlp.act_fn.norm.eval()
@@ -111,6 +113,7 @@ def train(plan: Plan, kind: str, *, evaluates: bool = False) -> tuple[list[float
         ("decay", DP2),  # writes a weight
         ("decay", ZERO1),
         ("saved", RECOMPUTED),
+        ("count" + BY_ITSELF, RECOMPUTED),  # on one device it counts twice in a step, too
         ("frozen norm", DP2),
     ],
 )
@@ -167,6 +170,21 @@ def test_state_that_follows_a_part_of_the_batch_is_named(kind: str, plan: Any, m
     """Every rank raises, in the first pass."""
     for error, text in pool2.run(refused, plan, kind):
         assert error and re.search(message, text.replace("\n", " ")), text
+
+
+def test_what_layers_read_is_the_same_when_they_run_again() -> None:
+    """A hook, an adapter or a mode that is there in forward alone; and keys that recomputed layers do not read."""
+    model: Any = mw.to_distributed(build("llama"), plan=mw.ParallelPlan(recompute="full"))[0]
+    ids = tokens(2, 8)
+    handle = model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: 1.001 * output)
+    loss = model(input_ids=ids, labels=ids).loss
+    handle.remove()
+    with pytest.raises(mw.PlanError, match=r"model.layers.1 computes something else .* Change it after loss.backward"):
+        loss.backward()
+    for _ in range(2):
+        model(input_ids=ids, labels=ids).loss.backward()
+    with pytest.raises(mw.PlanError, match=r"given past_key_values in training"):
+        model(input_ids=ids, labels=ids, past_key_values=[ids])
 
 
 def warned(plan: dict[str, Any]) -> str:

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, Trainer, default_data_collator
 
 import meshwright as mw
 import meshwright_hf
+from meshwright.optim.state_parts import unwrapped
 from meshwright.plan.flat_offsets import flat_offsets
 from support.models import build
 from support.tiers import crossing
@@ -120,7 +121,7 @@ def train_what_is_distributed(output_dir: Path, plan: dict[str, Any], *, is_load
             )
         trainer = meshwright_hf.MeshwrightTrainer(model, args, train_dataset=Rows(37), optimizers=(optimizer, None))
         trainer.train()
-        state = sum(x.numel() for own in trainer.optimizer.state.values() for x in own.values())
+        state = sum(x.numel() for own in dict.values(unwrapped(trainer.optimizer).state) for x in own.values())
         logs = [log for log in trainer.state.log_history if "loss" in log]
         return [log["loss"] for log in logs], [log["grad_norm"] for log in logs], state
 

@@ -169,7 +169,7 @@ def stepped_parts(plan: dict[str, Any]) -> list[int]:
     send = host_copy.HostCopy.send
 
     def sent(self: host_copy.HostCopy) -> None:
-        calls.append(len(optimizer.state))
+        calls.append(dict.__len__(optimizer.state))
         send(self)
 
     with mock.patch.object(host_copy.HostCopy, "send", sent):
@@ -196,7 +196,7 @@ def test_a_hook_of_the_program_changes_the_step_of_each_bucket() -> None:
 def test_no_bucket_is_stepped_before_a_save_has_its_copy() -> None:
     _, optimizer = before_a_step(offloaded(PLANS["zero1"]))
     seen: list[int] = []
-    with mock.patch.object(Background, "wait_for_copy", lambda _: seen.append(len(optimizer.state))):
+    with mock.patch.object(Background, "wait_for_copy", lambda _: seen.append(dict.__len__(optimizer.state))):
         background = Background()
         background.hold_steps_of(optimizer)
         optimizer.step()

@@ -157,7 +157,7 @@ def state_bytes(plan: dict[str, Any]) -> int:
     optimizer.step()
     return sum(
         value.numel() * value.element_size()
-        for state in optimizer.state.values()
+        for state in dict.values(optimizer.state)
         for name, value in state.items()
         if name != "step"
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import meshwright as mw
 from meshwright.optim.reads import ELEMENTWISE, Reads, is_known, reads_of
 from meshwright.optim.trial import why_not_apart
+from meshwright.parallel.shards.state_of_parts import ClosedState
 from support.exact import Float64, relative_difference
 from support.models import build, labels_for, tokens
 from support.optimizers import TrustRatio
@@ -91,8 +94,40 @@ def plain(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
+class Failing(torch.optim.SGD):
+    """Raises in its second step, before it changes anything."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps = getattr(self, "steps", 0) + 1
+        if self.steps == 2:
+            raise ArithmeticError
+        return super().step(closure)
+
+
+def failing(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return Failing(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def failing_whole(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return failing(model)
+
+
+class Decaying(torch.optim.SGD):
+    """Works on the weights before the step of its base, of which torch runs the hooks too, as others have used it."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for p in self.param_groups[0]["params"]:
+            p.mul_(0.9)
+        return super().step(closure)
+
+
 Make = Callable[[Any], torch.optim.Optimizer]
-PROGRAMS: dict[str, Make] = {"by name": ByName, "hooks": hooked, "a late hook": late_hooked, "wrapped": plain}
+PROGRAMS: dict[str, Make] = {
+    "by name": ByName, "hooks": hooked, "a late hook": late_hooked, "wrapped": plain, "a step of parts raises": failing,
+    "a whole step raises": failing_whole,
+    "a step around its base's": lambda model: Decaying(model.parameters(), lr=0.1),
+}  # fmt: skip
 
 
 def train(make: Make, plan: str | None, *, steps: int = 4) -> dict[str, torch.Tensor]:
@@ -100,7 +135,8 @@ def train(make: Make, plan: str | None, *, steps: int = 4) -> dict[str, torch.Te
         model: Any = build("qwen3").double()
         optimizer = make(model)
         if plan is not None:
-            model, optimizer, _ = mw.to_distributed(model, optimizer, plan=plan)
+            config = mw.ToDistributedConfig(optimizer_reads="element" if make is failing else None)
+            model, optimizer, _ = mw.to_distributed(model, optimizer, plan=plan, config=config)
         if make is late_hooked:
             optimizer.register_step_post_hook(normalise)
         stepped: Any = Lookahead(optimizer) if make is plain else optimizer
@@ -110,12 +146,19 @@ def train(make: Make, plan: str | None, *, steps: int = 4) -> dict[str, torch.Te
             if plan is not None and "dp2" in plan:
                 rows = {name: value.chunk(2)[dist.get_rank()] for name, value in rows.items()}
             model(**rows).loss.backward()
-            stepped.step()
+            with contextlib.suppress(ArithmeticError):
+                stepped.step()
+            # Also after a step that raised, the program has the model's parameters, and the state is closed.
+            stepped_now = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            assert stepped_now == set(map(id, model.parameters())), make
+            assert plan is None or type(optimizer.state) is ClosedState, make
             optimizer.zero_grad()
         if plan is not None:  # the state of a parameter is a part, or that of a tensor that the program does not know
-            for read in (optimizer.state.get, optimizer.state.__getitem__, optimizer.state.__contains__):
+            state, weight = optimizer.state, model.model.norm.weight
+            reads = (lambda: state[weight], lambda: weight in state, state.values, state.items, lambda: [*state])
+            for read in (*reads, lambda: len(state), lambda: dict(state), lambda: copy.deepcopy(state)):
                 with pytest.raises(mw.UnreadableTensorError, match=r"call meshwright.save_optimizer"):
-                    read(model.model.norm.weight)
+                    read()
         return mw.full_state_dict(model)
 
 
@@ -193,7 +236,7 @@ class Faint(torch.optim.SGD):
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        parameters = self.param_groups[0]["params"]
+        parameters = [p for group in self.param_groups for p in group["params"]]
         decay = 1e-9 / (1e-3 + self.reads([p.grad for p in parameters]))
         super().step()
         for p in parameters:
@@ -202,7 +245,8 @@ class Faint(torch.optim.SGD):
 
 def test_a_trial_sees_what_is_less_than_a_bit() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
-    assert "changes with the other parameters" in str(why_not_apart(Faint(model.parameters())))
+    for groups in (list(model.parameters()), [{"params": [p]} for p in model.parameters()]):
+        assert "changes with the other parameters" in str(why_not_apart(Faint(groups)))
     state = np.random.get_state()[1:3]
     with mock.patch.object(Faint, "reads", lambda *_: np.random.rand()):
         assert "draws random numbers" in str(why_not_apart(Faint(model.parameters())))

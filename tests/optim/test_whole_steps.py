@@ -220,7 +220,7 @@ def step_given(
         with mock.patch.object(whole_steps, "start_all_to_all_uneven", counted):
             optimizer.step()
         optimizer.zero_grad()
-    states = [state_bytes(kept) for kept in optimizer.state.values()]
+    states = [state_bytes(kept) for kept in dict.values(optimizer.state)]
     weights = {name: weight.to(dtype) for name, weight in mw.full_state_dict(model).items()}
     return weights, states, sum(sent), sum(p.numel() for p in model.parameters())
 

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 from transformers.modeling_outputs import CausalLMOutput
 
 import meshwright as mw
-from support.exact import Float64, relative_difference
+from support.exact import Float64, gradient_differences, relative_difference
 from support.logs import logged
 from support.models import SIZES, build, labels_for, tokens
 from support.short_programs import next_words, smoothed, train
@@ -222,6 +222,24 @@ def test_a_factor_of_one_ranks_rows_is_an_error_on_two_axes(plan: dict[str, Any]
 def test_an_equal_factor_is_none_of_these(program: str, plan: dict[str, Any], pool2: Any) -> None:
     """Factors that all ranks share, and passes that accumulate."""
     pool2.run(scaled, plan, program)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 2])
+def test_a_split_batch_has_a_second_backward_if_its_graph_is_kept(zero_stage: int) -> None:
+    ids = tokens(4, LENGTH)
+    with Float64():
+        models = [build("llama").double() for _ in range(2)]
+        plan = mw.ParallelPlan(gradient_accumulation_steps=2, zero_stage=zero_stage)
+        optimizer = torch.optim.SGD(models[1].parameters(), lr=0.1)
+        models[1] = mw.to_distributed(models[1], optimizer, plan=plan)[0]
+        for model in models:
+            loss = model(input_ids=ids, labels=ids).loss
+            (loss / 4).backward(retain_graph=True)
+            (loss / 2).backward()
+        expected = {name: p.grad for name, p in models[0].named_parameters()}
+        assert max(gradient_differences(mw.full_gradients(models[1]), expected).values()) < 1e-9
+        with pytest.raises(RuntimeError, match=r"loss.backward\(retain_graph=True\) for all but the last"):
+            loss.backward()
 
 
 def option_for_a_known_loss() -> str:

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.quick
 
 SP2 = {"tp": 2, "sequence_parallel": True}
 ZERO3 = {"dp": 2, "zero_stage": 3}
+PP2 = {"pp": 2, "gradient_accumulation_steps": 2}
 UP = "model.layers.0.mlp.up_proj.weight"
 
 # What a program might do with a parameter, its gradient or the model, and what the error tells it to write.
@@ -138,6 +139,36 @@ def test_arithmetic_by_element_is_that_of_one_device(plan: dict[str, Any], pool2
     expected, actual = arithmetic(None, plan == ZERO3), pool2.run(arithmetic, plan, plan == ZERO3)[0]
     for name, value in expected.items():  # 1e-9 in float64: the order of sums
         assert "k_proj.bias" in name or relative_difference(actual[name], value) < 1e-9, name
+
+
+def steps_by_hand(plan: dict[str, Any] | None) -> tuple[list[bool], dict[str, Tensor]]:
+    """Whether weights have gradients, as a loop sees it that steps by hand, and what the weights become."""
+    with Float64():
+        model: Any = build("llama").double()
+        if plan is not None:
+            model, _ = distribute(model, plan)
+        said = []
+        for step in range(3):
+            said += [p.grad is None for p in model.parameters()]
+            ids = tokens(4, 12, seed=step)
+            model(input_ids=ids, labels=ids).loss.backward()
+            for p in model.parameters():
+                if plan is not None:
+                    with pytest.raises(mw.UnreadableTensorError, match=r"full_gradients\(model\)"):
+                        p.grad.norm()
+                p.grad = p.grad * 0.5 + torch.full_like(p, 1e-3)
+                with torch.no_grad():
+                    p -= 0.1 * p.grad
+            model.zero_grad(set_to_none=step == 0)
+        return said, mw.full_state_dict(model) if plan is not None else model.state_dict()
+
+
+def test_gradients_of_other_stages_are_like_those_of_this_one(pool2: Any) -> None:
+    (said, expected), found = steps_by_hand(None), pool2.run(steps_by_hand, PP2)
+    assert [of_rank for of_rank, _ in found] == [said, said]
+    assert all(
+        relative_difference(found[0][1][name], x) < 1e-9 for name, x in expected.items() if ".k_proj" not in name
+    )
 
 
 def kernels(plan: dict[str, Any]) -> list[str]:

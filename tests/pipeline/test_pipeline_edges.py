@@ -52,7 +52,7 @@ def held_bytes(family: str, plan: dict[str, Any]) -> tuple[int, int]:
     optimizer.step()
     with reading_shards():
         storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
-        state = [x for values in optimizer.state.values() for x in values.values() if x.ndim]
+        state = [x for values in dict.values(optimizer.state) for x in values.values() if x.ndim]
         return sum(storages.values()), sum(x.untyped_storage().nbytes() for x in state)
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -249,3 +251,22 @@ def check_plan(facts: Facts, plan: ParallelPlan, engine: str | None, loss: LossK
         )
     if plan.recompute == "full":
         check_recompute(model, plan.recomputed_layers)
+    if plan.weight_axes or plan.zero_stage:
+        _check_memory(model)
+
+
+def _check_memory(model: nn.Module) -> None:
+    """Raise if two parameters are views of the same elements, which a rank's own memory of each would take apart."""
+    places = []
+    for name, x in model.named_parameters():
+        if type(x) is nn.Parameter and x.numel() and not x.is_meta and x.layout is torch.strided:
+            extent = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1
+            start = x.storage_offset()
+            places.append((x.untyped_storage()._cdata, start, start + extent, name, x.requires_grad))
+    for one, other in pairwise(sorted(places)):
+        if one[0] == other[0] and other[1] < one[2] and (one[4] or other[4]):
+            raise PlanError(
+                f"{one[3]} and {other[3]} are two parameters of one memory, of which a step on one device changes both "
+                "by the gradient of each, and the plan gives each a memory of its own. Make them one parameter, "
+                "a.weight = b.weight, or two, b.weight.data = b.weight.data.clone(); or use ParallelPlan(dp=...) alone"
+            )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from meshwright.checkpoint.one_device.save_pretrained import export_with_full_weights
 from meshwright.construct.initial_weights import NewTensors
-from meshwright.errors import AlreadyDistributedError, PlanError
+from meshwright.errors import AlreadyDistributedError, PlanError, UnreadableTensorError
 from meshwright.faults.together import succeed_together
 from meshwright.features import passes, splits, training
 from meshwright.features.build import Build
@@ -177,6 +177,15 @@ def make_copyable(part: nn.Module, model: nn.Module, runtime: Runtime) -> None:
         runtime: the model's runtime.
     """
     object.__setattr__(part, "__deepcopy__", _Copier(part, model, runtime))
+    object.__setattr__(part, "__reduce_ex__", _refuse_pickling)
+
+
+def _refuse_pickling(protocol: object) -> NoReturn:
+    raise UnreadableTensorError(
+        "torch.save(model) or pickle of a distributed model would write this rank's part of it, with hooks and groups "
+        "of this process. On all ranks call meshwright.save_weights(model, folder), model.save_pretrained(folder), or "
+        "state = meshwright.full_state_dict(model), and torch.save(state, file) on rank 0"
+    )
 
 
 class _Copier:
@@ -239,7 +248,7 @@ def _reconstruct(module: nn.Module, memo: dict[int, Any]) -> Any:
     """Copy a module as ``copy.deepcopy`` copies an object without a ``__deepcopy__``."""
     if (own := getattr(type(module), "__deepcopy__", None)) is not None:
         return own(module, memo)
-    reduced: Any = module.__reduce_ex__(4)
+    reduced: Any = type(module).__reduce_ex__(module, 4)
     make, args, state = reduced[:3]
     new = make(*args)
     memo[id(module)] = new

@@ -139,4 +139,6 @@ class RowLayout:
 
 def expanded(runs: list[tuple[int, int]], like: Tensor) -> Tensor:
     """Return one value per row from runs of (rows, value), with the dtype and device of ``like``."""
-    return torch.cat([torch.full((rows,), value, dtype=like.dtype, device=like.device) for rows, value in runs])
+    parts = [torch.full((rows,), value, dtype=like.dtype, device=like.device) for rows, value in runs]
+    nothing = torch.empty(0, dtype=like.dtype, device=like.device)  # a tensor without elements has no runs
+    return torch.cat([nothing, *parts])

@@ -110,7 +110,7 @@ def held_memory(model: nn.Module, optimizer: Optimizer | None, runtime: Runtime)
     weights = _bytes([*own, *flats], seen)
     shards = [piece.shard for bucket in sharded for piece in bucket.slices]
     gradients = _bytes((p.grad for p in [*own, *shards] if isinstance(p.grad, Tensor)), seen)
-    states = [] if optimizer is None else [one for one in optimizer.state.values() if isinstance(one, dict)]
+    states = [] if optimizer is None else [one for one in dict.values(optimizer.state) if isinstance(one, dict)]
     state = [x for one in states for x in one.values()]
     stepped = [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
     device = device_of(model)

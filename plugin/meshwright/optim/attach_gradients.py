@@ -98,16 +98,21 @@ def install_gradient_sync(
             optimizer.register_step_pre_hook(runtime.meet_before_publishing)
         if host is not None:
             host.hook_end()
+        ends: list[Callable[[], object]] = []
         if gradients.zero is not None:
-            hook_optimizer(optimizer, gradients.zero)
+            ends.append(hook_optimizer(optimizer, gradients.zero))
         if host is not None:
             host.hook_begin()
+            ends.insert(0, host.take_back)
         if whole is not None:
             whole.hook_begin()
             gradients.whole = whole
+            ends.insert(0, whole.abandon)
         if runtime.weights is not None:
             optimizer.register_step_post_hook(runtime.weights.release)
-        StepWindow().over(optimizer)
+        window = StepWindow()
+        window.over(optimizer)
+        hooks.surround([window.close, *ends])
         if runtime.spreads_gradients:
             hooks.arrange()
         if isinstance(optimizer, ChainedOptimizer):

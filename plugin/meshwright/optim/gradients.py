@@ -45,9 +45,6 @@ class StepsWhole(Protocol):
     def close(self) -> None:
         """Give every rank its parts of what the owners have made of the parameters."""
 
-    def abandon(self) -> None:
-        """End the window of a step that raised; what it made of the parameters is lost."""
-
 
 @dataclass(eq=False)
 class Engine:

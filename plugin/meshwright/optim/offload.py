@@ -56,7 +56,6 @@ class HostSteps:
 
     def lend(self) -> None:
         """Let the optimizer have the copies, in which :meth:`ReduceScatter.take_over` has put the newest values."""
-        self._take_back()
         stepped = {id(piece.shard): piece.stepped for piece in self._reduction.slices}
         self._slices = [group["params"] for group in self._optimizer.param_groups]
         _set_parameters(self._optimizer, [[stepped[id(shard)] for shard in slices] for slices in self._slices])
@@ -66,7 +65,7 @@ class HostSteps:
 
     def return_all(self) -> None:
         """Send all stepped weights back to the device, and let the optimizer have the slices again."""
-        self._take_back()
+        self.take_back()
         with torch.no_grad():
             for sharded in self._reduction.sharded:
                 if id(sharded) not in self._sent:
@@ -75,7 +74,8 @@ class HostSteps:
         for piece in self._reduction.slices:
             piece.stepped.grad = None
 
-    def _take_back(self) -> None:
+    def take_back(self) -> None:
+        """Let the optimizer have the slices and its own options again."""
         if self._slices:
             _set_parameters(self._optimizer, self._slices)
         for option in self._options:

@@ -183,8 +183,6 @@ class Runtime:
             DivergenceError: if weights differ. The message lists these weights and the ranks.
             CheckpointError: if the process group was destroyed.
         """
-        if self.gradients.whole is not None:
-            self.gradients.whole.abandon()
         if self.mesh.size > 1 and not dist.is_initialized():
             raise CheckpointError(
                 "the process group was destroyed before this save, in which all ranks take part; save before "
@@ -208,8 +206,6 @@ class Runtime:
             Exception: if the step fails on any rank, as :func:`succeed_together` does.
             DivergenceError, CheckpointError: as :meth:`compare_before_save` does.
         """
-        if self.gradients.whole is not None:
-            self.gradients.whole.abandon()
         result, error = (None, None) if prepare is None else attempt(prepare)
         if self.guard is not None and self.guard.is_current:
             statement = self.comparison.statement().text if self.comparison is not None else ""

@@ -46,7 +46,7 @@ def guard_model(facts: Facts, runtime: Runtime) -> None:
 def guard_optimizer(optimizer: Optimizer, runtime: Runtime) -> None:
     """Make what reads an optimizer's state, or sets or copies it, raise if this rank has a part of it.
 
-    These are ``state_dict()``, ``load_state_dict()``, ``copy.deepcopy`` and ``optimizer.state[parameter]``.
+    These are ``state_dict()``, ``load_state_dict()``, ``copy.deepcopy`` and reads of ``optimizer.state``.
     """
     optimizers = [optimizer, *(x for x in members(optimizer) if x is not optimizer)]
     what = _part_of(optimizer, runtime)

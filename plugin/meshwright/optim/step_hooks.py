@@ -1,16 +1,17 @@
-"""The order of the program's hooks of an optimizer's step and of the hooks that the call adds."""
+"""The order of the program's hooks of an optimizer's step and of the hooks that the call adds, and their end."""
 
 from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from meshwright.optim.chained import members
+from meshwright.replaced_method import replace_method
 
 
 class StepHooks:
@@ -29,10 +30,48 @@ class StepHooks:
         self._optimizer, self._is_inside = optimizer, is_inside
         self._theirs = {*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks}
         self._ours: set[int] = set()
+        self._is_called, self._depth = False, 0
+
+    def surround(self, ends: Sequence[Callable[[], object]]) -> None:
+        """Run the hooks of the call around the whole step, once, and functions in their place if the step raises.
+
+        torch leaves out the hooks that end a step that raises. It runs all hooks a second time inside of a step that
+        calls the step of the class that it is derived from, if that class has been used by itself.
+
+        Args:
+            ends: the functions, in their order.
+        """
+        self._ours = {*self._pre, *self._post} - self._theirs
+        first = next(key for key in self._pre if key in self._ours)
+        last = next(key for key in reversed(self._post) if key in self._ours)
+        for hooks in (self._pre, self._post):
+            for key in self._ours & hooks.keys():
+                hooks[key] = functools.partial(self._run, hooks[key], begins=key == first, ends=key == last)
+        step = self._optimizer.step
+
+        def run(_: Optimizer, *args: Any, **kwargs: Any) -> object:
+            self._is_called, self._depth = True, 0
+            try:
+                return step(*args, **kwargs)
+            except BaseException:
+                for end in ends:
+                    end()
+                raise
+            finally:
+                self._is_called, self._depth = False, 0
+
+        replace_method(self._optimizer, "step", run)
+
+    def _run(self, hook: Callable[..., Any], *args: Any, begins: bool, ends: bool) -> Any:
+        if begins:
+            self._depth = 1 + self._depth * self._is_called
+        result = hook(*args) if self._depth <= 1 else None
+        if ends:
+            self._depth -= 1
+        return result
 
     def arrange(self) -> None:
         """Put the hooks in order, now and whenever the program adds one."""
-        self._ours = {*self._pre, *self._post} - self._theirs
         self._sort()
         for name in ("register_step_pre_hook", "register_step_post_hook"):
             register = functools.partial(self._register, getattr(self._optimizer, name))

@@ -77,8 +77,8 @@ class Trial:
             before.restore()
 
     def numbers(self) -> dict[str, str]:
-        """Return the numbers and texts of the groups and of the optimizer itself."""
-        groups = enumerate(self.optimizer.param_groups)
+        """Return the numbers and texts of the groups that have parameters, and of the optimizer itself."""
+        groups = [(index, group) for index, group in enumerate(self.optimizer.param_groups) if group["params"]]
         found = {f"{key} of group {index}": value for index, group in groups for key, value in group.items()}
         found |= {key: value for key, value in vars(self.optimizer).items() if key not in ("state", "param_groups")}
         return {key: repr(value) for key, value in found.items() if _is_number(value)}
@@ -166,7 +166,7 @@ def why_not_apart(optimizer: Optimizer) -> str | None:
     """Return why the parameters of an optimizer cannot be stepped apart, each whole; None if a trial shows nothing.
 
     Copies of the optimizer step three small parameters of each group together, and then the first with each of the
-    others, as owners do.
+    others, as owners do. Each of these has every second of the groups with one parameter.
     """
     counts = [len(group["params"]) for group in optimizer.param_groups]
     if optimizer not in _found or _found[optimizer][0] != counts:
@@ -232,13 +232,16 @@ def _difference(
     starts: Sequence[dict[int, Tensor]],
     gradients: Sequence[Sequence[dict[int, Tensor]]],
 ) -> str | None:
-    """Return what is different if the first parameter of each group is stepped beside one other alone."""
+    """Return what is different if some of the parameters are stepped without the others."""
     if together.has_drawn:
         return "its step() draws random numbers, which would be others for the parameters of each rank"
     stepped = iter(together.parameters)
     expected = [{i: next(stepped) for i in of_group} for of_group in starts]
+    single = [index for index, of_group in enumerate(starts) if len(of_group) == 1]
     for is_second in (True, False):
         half = [{i: x for i, x in of_group.items() if i == 0 or (i == 1) == is_second} for of_group in starts]
+        for index in single[is_second::2] if len(single) > 1 else ():
+            half[index] = {}
         try:
             apart = _stepped(optimizer, half, gradients)
         except Exception as error:  # of any optimizer's own code
@@ -247,7 +250,7 @@ def _difference(
         pairs = zip(of_all, apart.parameters, strict=True)
         if not all(torch.equal(p.nan_to_num(), own.nan_to_num()) for p, own in pairs):
             return "the update of a parameter changes with the other parameters that it has"
-        if differ := sorted(name for name, _ in together.numbers().items() ^ apart.numbers().items()):
+        if differ := sorted(name for name, _ in apart.numbers().items() - together.numbers().items()):
             return f"{differ[0]} changes with the parameters that it has"
     return None
 

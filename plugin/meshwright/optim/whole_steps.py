@@ -173,7 +173,6 @@ class WholeSteps:
     def open(self) -> None:
         """Let the optimizer have the whole parameters that this rank owns; every rank makes the call."""
         groups = [self._optimizer.param_groups[index] for index in self._groups]
-        self._end_window(groups)  # of a step that raised
         with torch.no_grad(), reading_shards():
             self._gather()
             self._parts = [group["params"] for group in groups]

@@ -203,8 +203,10 @@ class PipelineForward(BatchStep):
                 raise
             return self._evaluate(batch, has_targets=True)
         with reading_shards():  # reading a guarded parameter's property takes microseconds
-            parameters = [p for p in self.model.parameters() if p.requires_grad and layout_of(p).is_held]
-        sums = SummedGradients(parameters, runtime.gradients.syncs)
+            trained = [p for p in self.model.parameters() if p.requires_grad]
+        parameters = [p for p in trained if layout_of(p).is_held]
+        elsewhere = [p for p in trained if not layout_of(p).is_held]
+        sums = SummedGradients(parameters, runtime.gradients.syncs, elsewhere)
         self.outputs.start(
             gathers_logits=runtime.logits.in_training or (runtime.logits.in_evaluation and not self.model.training),
             routers=self._routers_of(batch),
@@ -226,8 +228,7 @@ class PipelineForward(BatchStep):
         total, balance = self._share_losses(step)
         loss.is_global()
         # A stage whose own weights are all frozen runs backward too, if another stage trains.
-        trained = any(p.requires_grad for p in self.model.parameters())
-        root = torch.zeros_like(total, requires_grad=trained)
+        root = torch.zeros_like(total, requires_grad=bool(trained))
         whole = sums.attach(root, total) if scale is None else sums.attach(root, total * scale) / scale
         return self.outputs.of_batch(loss.mean.watched(whole), balance, row_counts)
 

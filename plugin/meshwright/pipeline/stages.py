@@ -87,7 +87,7 @@ class Stages:
             add_step(layer, _LayerForward(index, self))
         self._is_after = False  # whether the running pass has left the last layer
         for name, module in step.model.named_modules():
-            own = [f"{name}.{weight}" for weight, _ in module.named_parameters(recurse=False)]
+            own = [f"{name}.{weight}".lstrip(".") for weight, _ in module.named_parameters(recurse=False)]
             is_absent = bool(own) and not any(map(cut.holds, own))
             if is_absent and set(module.modules()).isdisjoint(cut.layers):
                 module.register_forward_pre_hook(functools.partial(self._enter_absent, name))
@@ -171,7 +171,7 @@ class Stages:
         if self._active is None:
             raise PlanError(
                 "a part of the model was called by itself, but its layers are spread over the ranks of pp. Call the "
-                "model that to_distributed returned"
+                "model that to_distributed returned, model(**batch), or use ParallelPlan(pp=1)"
             )
         span = self.cut.spans[self._active]
         self._is_after = self._active == self.cut.last and index == len(self.cut.layers) - 1
@@ -198,7 +198,15 @@ class Stages:
         return self.cut.order.returned[index].passed(x, arguments(self._signatures[index], args, kwargs))
 
     def _enter_absent(self, name: str, module: nn.Module, args: tuple[object, ...]) -> None:
-        """Raise if a module runs after the layers whose weights another stage has; before them its result is unused."""
+        """Raise if a module runs whose weights another stage has, unless it runs before the layers.
+
+        There its result is not used, as that of an embedding which the program calls for inputs_embeds.
+        """
+        if self._active is None and name not in self.cut.order.before:
+            raise PlanError(
+                f"{name} was called by itself, and only another stage of the pipeline has its weights, so this rank "
+                "would compute NaN. Call the whole model, model(**batch), or use ParallelPlan(pp=1)"
+            )
         if self._is_after:
             raise PlanError(
                 f"{name} runs after the layers in this pass, but did not run when the model was cut into stages, so "

@@ -143,7 +143,10 @@ def check_adapters(modules: dict[str, nn.Module]) -> None:
                 "leave it out of LoraConfig.modules_to_save, or use ParallelPlan(tp=1)"
             )
         if hasattr(module, "base_layer") and not is_adapted(module):
-            raise PlanError(f"{name!r} is a {kind}, but only LoRA adapters can be sharded over tp; merge the adapter")
+            raise PlanError(
+                f"{name!r} is a {kind}, but only LoRA adapters can be sharded over tp; merge "
+                "it, model = model.merge_and_unload(), or use ParallelPlan(tp=1)"
+            )
         if not is_adapted(module):
             continue
         if variants := sorted({type(v).__name__ for v in getattr(module, "lora_variant", {}).values()}):

@@ -198,7 +198,7 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor, progr
 def _states(optimizer: torch.optim.Optimizer, *, on_device: bool) -> tuple[str, ...]:
     """Return the names of an optimizer's states that are on the device, or of those that are not."""
     # A number, such as the count of steps, is on the host unless the optimizer is capturable or fused.
-    named = [(key, x) for state in optimizer.state.values() for key, x in state.items() if isinstance(x, Tensor)]
+    named = [(key, x) for state in dict.values(optimizer.state) for key, x in state.items() if isinstance(x, Tensor)]
     return tuple(dict.fromkeys(f"{key} of the optimizer" for key, x in named if x.ndim and x.is_cuda is on_device))
 
 

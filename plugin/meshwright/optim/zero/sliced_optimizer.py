@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -39,18 +40,17 @@ class LentSlices:
 
     def __init__(self, optimizer: Optimizer, reduction: ReduceScatter):
         self._optimizer, self._reduction = optimizer, reduction
-        self._own: list[list[nn.Parameter]] | None = None
+        self._own: list[list[nn.Parameter]] = []
 
     def __enter__(self) -> None:
-        if self._own is None:  # otherwise a step has raised
-            self._own = [group["params"] for group in self._optimizer.param_groups]
+        self._own = [group["params"] for group in self._optimizer.param_groups]
         for group, shards in zip(self._optimizer.param_groups, self._reduction.shards, strict=True):
             group["params"] = shards
 
     def __exit__(self, *_: object) -> None:
-        for group, parameters in zip(self._optimizer.param_groups, self._own or (), strict=True):
+        for group, parameters in zip(self._optimizer.param_groups, self._own, strict=False):
             group["params"] = parameters
-        self._own = None
+        self._own = []
 
 
 def step_slices(optimizer: Optimizer, reduction: ReduceScatter, new: list[ShardedBucket]) -> None:
@@ -84,8 +84,12 @@ def _slice_state(value: object, piece: Slice) -> object:
     return value.clone() if piece.stepped is piece.shard else value.to(piece.stepped.device, copy=True)
 
 
-def hook_optimizer(optimizer: Optimizer, reduction: ReduceScatter) -> None:
-    """Make the steps of a bound optimizer use the reduced gradients and update the model."""
+def hook_optimizer(optimizer: Optimizer, reduction: ReduceScatter) -> Callable[[], None]:
+    """Make the steps of a bound optimizer use the reduced gradients and update the model.
+
+    Returns:
+        A function that ends a step that raised: what it made of the slices is published by the next one.
+    """
     lent = LentSlices(optimizer, reduction)
 
     def prepare(*_: object) -> None:
@@ -115,6 +119,7 @@ def hook_optimizer(optimizer: Optimizer, reduction: ReduceScatter) -> None:
         clear = _ClearGradients(reduction, groups_of(each, optimizer))
         each.zero_grad = types.MethodType(clear, each)  # type: ignore[method-assign]
         each.add_param_group = types.MethodType(add_param_group, each)  # type: ignore[method-assign]
+    return lent.__exit__
 
 
 class _ClearGradients:

@@ -79,7 +79,7 @@ def read_weights(module: nn.Module) -> list[nn.Parameter]:
         except AttributeError:
             continue
         own = owner._parameters.values() if _is_method(owner, name) else [owner._parameters.get(name)]
-        found += [p for p in own if p is not None and p.is_floating_point()]
+        found += [p for p in own if p is not None and (p.is_floating_point() or p.is_complex())]
     return list(dict.fromkeys(found))
 
 

@@ -81,7 +81,9 @@ class ShardedWeights:
         for module, recurse in units_of(model):
             # Libraries of packed weights keep them for backward themselves, so they would not be released.
             own = [
-                p for p in module.parameters(recurse=recurse) if p.is_floating_point() and PackedMatrix.of(p) is None
+                p
+                for p in module.parameters(recurse=recurse)
+                if (p.is_floating_point() or p.is_complex()) and PackedMatrix.of(p) is None
             ]
             own = list(dict.fromkeys([*own, *([] if recurse else read_weights(module))]))
             new = [p for p in own if id(p) not in self._place]

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from meshwright.errors import PlanError
+from meshwright.faults.memory_digest import has_values
+from meshwright.parallel.autograd_graph import in_backward, tensors_in
+from meshwright.parallel.batch.schema import CACHES
 from meshwright.parallel.forward.writes import WritesInRecompute
 from meshwright.roles.decoder import towers_of
 
 _FLAG = "gradient_checkpointing"  # attribute of a transformers module: whether backward recomputes it
+_FUNCTION = "_gradient_checkpointing_func"  # attribute of the same module: what calls it
+_FIRST = 3  # calls of each layer whose result is compared with what backward computes
 
 
 def can_recompute(model: nn.Module) -> bool:
@@ -59,15 +67,78 @@ def recompute_layers(model: nn.Module, layers: int | None = None, own: Collectio
     """
     switch = _switch(model)
     assert switch is not None
-    switch({"use_reentrant": False})
     found = _layers(model)
+    by_program = {layer for layer in found if getattr(layer, _FLAG)}  # which writes twice on one device too
+    switch({"use_reentrant": False})
     if own is not None:
         inside = {id(module) for layer in own for module in layer.modules()}
         found = [layer for layer in found if id(layer) in inside]
     count = len(found) if layers is None else layers
-    WritesInRecompute.over(model, found[:count])
+    recomputed = [layer for layer in found[:count] if layer not in by_program]
+    WritesInRecompute.over(model, recomputed)
+    model.register_forward_pre_hook(_refuse_keys, with_kwargs=True)
+    names = {module: name for name, module in model.named_modules()}
+    for layer in recomputed:
+        if (function := getattr(layer, _FUNCTION, None)) is not None:
+            setattr(layer, _FUNCTION, _Compared(names[layer], function))
     for layer in found[count:]:
         setattr(layer, _FLAG, False)
+
+
+def _refuse_keys(model: nn.Module, args: object, kwargs: dict[str, object]) -> None:
+    if model.training and torch.is_grad_enabled() and (given := [name for name in CACHES if kwargs.get(name)]):
+        raise PlanError(
+            f"the model is given {given[0]} in training, such as the prefixes of an adapter, and layers that "
+            "recompute='full' runs again do not read it, so they would compute something else. Use recompute='none'"
+        )
+
+
+class _Compared:
+    """Calls a layer by a checkpoint function, and raises if backward computes something else than the pass has.
+
+    Then the program has changed what the layer reads before backward came, such as the adapter that is active, the
+    mode, or a hook. A pass without recomputation uses what forward has read.
+
+    Args:
+        name: the layer's name.
+        function: the checkpoint function.
+    """
+
+    def __init__(self, name: str, function: Callable[..., Any]):
+        self._name, self._function, self._calls = name, function, 0
+
+    def __call__(self, layer: Callable[..., Any], *args: object, **kwargs: object) -> Any:
+        self._calls += 1
+        if self._calls > _FIRST or not all(map(has_values, tensors_in((args, kwargs)))):
+            return self._function(layer, *args, **kwargs)
+        first: list[Tensor] = []
+
+        def compared(*args: object, **kwargs: object) -> Any:
+            output = layer(*args, **kwargs)
+            size, rounding = _size(output)
+            if not in_backward():
+                first[:] = [size]
+            elif first and not torch.allclose(size, first[0], rtol=rounding, atol=0.0, equal_nan=True):
+                torch.autograd.Variable._execution_engine.queue_callback(self._refuse)
+            return output
+
+        with set_checkpoint_early_stop(False):  # otherwise the result is not computed again
+            return self._function(compared, *args, **kwargs)
+
+    def _refuse(self) -> None:
+        """Raise at the end of backward."""
+        raise PlanError(
+            f"{self._name} computes something else when recompute='full' runs it again in backward than in the "
+            "forward pass, so the program has changed what it reads in between: an adapter, a hook or a context that "
+            "is active in forward alone, or model.eval(). Change it after loss.backward(), or use recompute='none'"
+        )
+
+
+def _size(output: object) -> tuple[Tensor, float]:
+    """Return the norm of the first tensor of a result, and how far it may be another by the order of sums."""
+    x = next(x for x in tensors_in(output) if x.is_floating_point()).detach()
+    norm = torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32))
+    return norm, max(4 * torch.finfo(norm.dtype).eps, 16 * torch.finfo(x.dtype).eps / max(1, x.numel()) ** 0.5)
 
 
 def recompute_switch(model: nn.Module) -> str | None:

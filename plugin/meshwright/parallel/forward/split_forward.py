@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.autograd import keeps_graph
 from meshwright.faults.guard import Guard
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.batch.fixed_inputs import FixedInputs
@@ -29,6 +30,7 @@ from meshwright.parallel.gradients.sync import GradientSync
 from meshwright.parallel.losses.batch_loss import BatchLoss
 from meshwright.parallel.method_chain import BatchStep, StepOrder
 from meshwright.parallel.output_loss import loss_of
+from meshwright.parallel.shards.stand_in import is_stand_in
 from meshwright.plan.config import ParallelPlan
 
 
@@ -167,9 +169,10 @@ class _ReducedGradients:
         return total
 
     def add(self, factor: Tensor) -> None:
-        sums, self.sums = self.sums, None
+        sums = self.sums
         if sums is None:
             raise RuntimeError(TWICE)
+        self.sums = {key: x if is_stand_in(x) else x.clone() for key, x in sums.items()} if keeps_graph() else None
         if self.first.hooks.are_any:
             self.first.begin()  # the sums are a part of what hooks see
         self.reduction.add(sums, factor)

@@ -51,6 +51,12 @@ _OVER = (
     "output, keep output.detach()"
 )
 
+_ON_ONE_STAGE = (
+    "a forward hook on %s changes nothing, so the program may read later what it has kept. Under ParallelPlan.pp > 1 a "
+    "hook on a layer runs on the ranks that hold the layer, and what it keeps is missing on the others. Let each rank "
+    "use what it has (kept.get(name)), gather it (torch.distributed.all_gather_object), or use pp=1"
+)
+
 
 class HookedModules:
     """Finds the modules on which a program has hooks.
@@ -82,7 +88,8 @@ class HookedModules:
         parted_ids = {id(module) for module in _parted(facts, parted)}
         self._parted = {name for name, module in self._modules if id(module) in parted_ids}
         self._hooks_seen: tuple[int, bool] | None = None
-        self._has_warned = self._has_told = False
+        self._has_warned = self._has_told = self._has_named = False
+        self.returned: object = None  # what a module has returned before the program's hooks ran
         self.is_split, self.is_staged, self._is_shared = is_split, is_staged, is_shared
         self._watched: set[str] = set()
         self._outputs: dict[str, list[list[weakref.ref[Tensor]]]] = {}  # of each micro-batch of the last pass
@@ -111,7 +118,8 @@ class HookedModules:
         if self.whole is not None and (every := hooks_of_all_modules()):
             raise PlanError(
                 f"a hook on all modules of torch ({source_of(every[0])}) would see this rank's parts of activations, "
-                "since the plan cuts them over tp. Register it on the modules that it needs, before to_distributed"
+                "since the plan cuts them over tp. Register it on the modules that it needs, before to_distributed: "
+                "module.register_forward_hook(hook)"
             )
         sees_parts = self._parted or self.is_split or self.is_staged or self._is_shared
         if self.whole is None and not (trains and sees_parts):
@@ -130,10 +138,20 @@ class HookedModules:
             if name not in self._watched:
                 self._watched.add(name)
                 module.register_forward_hook(functools.partial(_watch, self, name), prepend=True)
+                if self.is_staged:
+                    module.register_forward_hook(functools.partial(self._name_observer, name))
         if self.whole is not None:
             self.whole.kept = self.add_output if self.is_split and not self.is_staged else None
             for name, module in self._modules:
                 self.whole.take(name, module)
+
+    def _name_observer(self, name: str, module: nn.Module, args: object, output: object) -> None:
+        """Warn once of a hook that returned nothing, in a stage that calls it."""
+        returned, self.returned = self.returned, None
+        is_called = returned is output and any(map(is_of_program, module._forward_hooks.values()))
+        if is_called and not self._has_named:
+            self._has_named = True
+            logger.warning(_ON_ONE_STAGE, name)
 
     def _look_at_backward(self) -> None:
         """Warn once if a hook sees gradients of a part of the batch."""
@@ -177,7 +195,8 @@ def _watch(hooked: HookedModules, name: str, module: nn.Module, args: object, ou
         if hooked.is_split:
             hooked.take_output(name, output)
         return None
-    return tree_map_only(Tensor, lambda x: _Watched.apply(x, hooked, name) if x.requires_grad else x, output)
+    hooked.returned = tree_map_only(Tensor, lambda x: _Watched.apply(x, hooked, name) if x.requires_grad else x, output)
+    return hooked.returned
 
 
 class _Watched(TensorFunction):

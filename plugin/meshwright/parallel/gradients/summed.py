@@ -9,16 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.autograd import Node, TensorFunction
+from meshwright.autograd import Node, TensorFunction, keeps_graph
 from meshwright.parallel.gradients.program_hooks import ProgramHooks
 from meshwright.parallel.gradients.sync import GradientSync
 from meshwright.parallel.shards.reads import reading_shards
+from meshwright.parallel.shards.sharded_parameter import show_elsewhere
 from meshwright.parallel.tensor_checks import is_known_one
 from meshwright.roles.linear_kernel import LinearKernel
 
 TWICE = (
     "backward ran a second time through a batch that the plan splits into micro-batches, but the first backward "
-    "used up the gradients that were computed inside the model's forward. Call the model again before each backward"
+    "used up the gradients that were computed inside the model's forward. Call the model again before each backward, "
+    "or write loss.backward(retain_graph=True) for all but the last"
 )
 
 
@@ -28,10 +30,14 @@ class SummedGradients:
     Args:
         parameters: the parameters that get the gradients.
         syncs: the model's synchronisers, which see only the sum.
+        elsewhere: the parameters whose gradients only other stages of a pipeline have.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], syncs: Sequence[GradientSync]):
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], syncs: Sequence[GradientSync], elsewhere: Sequence[nn.Parameter] = ()
+    ):
         self.parameters = list(parameters)
+        self._elsewhere = elsewhere
         self.syncs = syncs
         self._sums: dict[int, Tensor] = {}
         self._storages: set[int] = set()  # memory of the sums
@@ -121,6 +127,8 @@ class SummedGradients:
 
     def _begin(self) -> None:
         """Begin the pass, on every stage of a pipeline, if hooks run at its end, also where no gradient arrives."""
+        for parameter in self._elsewhere:
+            show_elsewhere(parameter)
         for sync in self.syncs[:1]:
             if sync.hooks.are_any:
                 sync.begin()
@@ -167,10 +175,13 @@ class _AddGradients(TensorFunction):
     @staticmethod
     def backward(ctx: Node, grad: Tensor) -> tuple[object, ...]:
         # Scale these gradients in place and release them, since they are as large as all gradients of the model.
-        gradients, ctx.gradients = ctx.gradients, None
+        gradients, keeps = ctx.gradients, keeps_graph()
         if gradients is None:
             raise RuntimeError(TWICE)
         ctx.begin()
+        if keeps:
+            return grad, None, None, None, *[None if g is None else g * grad for g in gradients]
+        ctx.gradients = None
         if is_known_one(grad):
             return grad, None, None, None, *gradients
         return grad, None, None, None, *[None if g is None else g.mul_(grad) for g in gradients]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meshwright.autograd import Node, TensorFunction
+from meshwright.autograd import Node, TensorFunction, keeps_graph
 from meshwright.parallel.losses.cross_entropy import (
     Words,
     at_least_float32,
@@ -80,7 +80,7 @@ class ChunkedHeadLoss(TensorFunction):
     def backward(ctx: Node, grad: Tensor) -> tuple[object, ...]:
         refuse_second_order()
         # In place unless backward will run again, since the gradient of the weight is as large as the weight.
-        keeps = torch._C._autograd._get_current_graph_task_keep_graph()
+        keeps = keeps_graph()
         found = []
         for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True):
             scaled = None if saved is None else saved * grad if keeps else saved.mul_(grad)

@@ -80,7 +80,7 @@ class StepWindow:
         def closure() -> object:
             self.close()
             result = argument()
-            self.open(optimizer)  # not if it raises, since the step then ends without its post hook
+            self.open(optimizer)  # not if it raises, which ends the step
             return result
 
         return closure

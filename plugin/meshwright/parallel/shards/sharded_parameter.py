@@ -39,7 +39,8 @@ SCALER = (
     "finds those of all ranks, or train in bfloat16, which needs no scaler: torch.autocast(device, torch.bfloat16)"
 )
 
-_WHOLE_GRADIENT = "_meshwright_whole_gradient"
+# Attributes of a parameter with what its ``.grad`` is in place of torch's: in a hook, and of another pipeline stage.
+_WHOLE_GRADIENT, _GRADIENT_ELSEWHERE = "_meshwright_whole_gradient", "_meshwright_gradient_elsewhere"
 _FREE = (METADATA | {"_amp_foreach_non_finite_check_and_unscale_"}) - {"detach"}
 
 # In these operations, each element of the result depends only on the elements in the same place. A name, without
@@ -63,8 +64,10 @@ class Shard(StandIn):
 
     @classmethod
     def run(cls, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if name == "grad" and _WHOLE_GRADIENT in vars(args[0]):
-            return vars(args[0])[_WHOLE_GRADIENT]
+        if name == "grad":
+            for shown in (_WHOLE_GRADIENT, _GRADIENT_ELSEWHERE):
+                if shown in vars(args[0]):
+                    return vars(args[0])[shown]
         if name in cls.FREE or (func.__name__ == "__get__" and name not in VALUES):
             if name.startswith("_amp_") and (watching := active_guard()) is not None:
                 watching.hint = SCALER
@@ -175,6 +178,17 @@ def guard(parameter: nn.Parameter, values: Values | None = None) -> nn.Parameter
     return parameter
 
 
+def show_elsewhere(parameter: Tensor, *, has_gradient: bool = True) -> None:
+    """Let ``.grad`` say of a parameter of another pipeline stage whether it has a gradient there, as on one device.
+
+    The optimizer does not see it, since the parameter is a plain one while it steps.
+    """
+    vars(parameter).pop(_GRADIENT_ELSEWHERE, None)
+    if has_gradient:
+        with reading_shards():
+            parameter.__dict__[_GRADIENT_ELSEWHERE] = LocalGradient.of(parameter.detach(), layout_if_any(parameter))
+
+
 def is_shard(x: object) -> bool:
     """Return whether this is a sharded parameter or another shard."""
     return isinstance(x, Shard)
@@ -198,8 +212,9 @@ def _property(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> objec
             raise unreadable("assigning .data", owner, is_cast=args[1].dtype != owner.dtype)
         if _is_elsewhere(owner) and args[1].dtype == owner.dtype:
             return None
-    if name == "grad" and is_set and _is_elsewhere(owner):
-        return None  # the optimizer of that stage has the gradient
+    if name == "grad" and _is_elsewhere(owner):
+        show_elsewhere(owner, has_gradient=is_set and args[1] is not None)
+        return None
     with reading_shards():
         result = func(*args, **kwargs)
         if name != "data" or not isinstance(result, Tensor):
@@ -230,7 +245,7 @@ def _on_elements(
     func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any], is_in_place: bool
 ) -> Any:
     like = next(x for x in _flat(args, kwargs) if is_shard(x))
-    if is_in_place and not is_shard(args[0]):
+    if is_in_place and not _may_write(args[0], like):
         raise unreadable(name, like, into=args[0])
     if is_in_place and _is_elsewhere(args[0]):
         return args[0]
@@ -251,7 +266,7 @@ def _on_lists(
     count = len(args[0])
     likes = [next((x for x in (arg[i] for arg in args if _is_list(arg)) if is_shard(x)), None) for i in range(count)]
     for target, like in zip(args[0], likes, strict=True):
-        if is_in_place and like is not None and not is_shard(target):
+        if is_in_place and like is not None and not _may_write(target, like):
             raise unreadable(name, like, into=target)
     written = [not (is_in_place and _is_elsewhere(target)) for target in args[0]]
     if not any(written):
@@ -276,6 +291,12 @@ def _on_lists(
         if (values := values_of(target)) is not None:
             values.changed()
     return results
+
+
+def _may_write(target: object, like: Tensor) -> bool:
+    """Return whether values of a shard may go into a tensor: another shard, or any if this rank's stage has all."""
+    layout = layout_if_any(like)
+    return is_shard(target) or (layout is not None and not layout.is_sharded and values_of(like) is None)
 
 
 def _is_in_place(name: str) -> bool:

@@ -28,17 +28,23 @@ class StateOfParts(defaultdict[Any, Any]):
 
 
 class ClosedState(StateOfParts):
-    """The state as the program has it between steps."""
+    """The state as the program has it between steps, which it may clear and ask whether it is empty."""
+
+    def __bool__(self) -> bool:
+        return dict.__len__(self) > 0
 
     def _refuse(self, *_: object) -> NoReturn:
         raise UnreadableTensorError(
-            f"{self.why}, so optimizer.state[parameter] would be a part of what one device has, or empty. To read the "
+            f"{self.why}, so optimizer.state would give a part of what one device has, or nothing. To read the "
             "whole state, call meshwright.save_optimizer(model, optimizer, folder) on all ranks: its files have each "
             "tensor as state/PARAMETER/NAME. To start with a new state, call optimizer.state.clear() on all ranks. A "
-            "copy of the optimizer cannot step: call step() of the one that to_distributed returned"
+            "copy of the optimizer cannot step: call step() of the one that to_distributed returned. (This rank's part "
+            "is dict.items(optimizer.state).)"
         )
 
-    __getitem__ = __setitem__ = __delitem__ = __contains__ = get = setdefault = pop = _refuse
+    __getitem__ = __setitem__ = __delitem__ = __contains__ = get = setdefault = pop = popitem = _refuse
+    update = _refuse  # type: ignore[assignment]
+    __iter__ = __reversed__ = __len__ = keys = values = items = copy = __copy__ = __or__ = __ror__ = __ior__ = _refuse
 
 
 def close_state(optimizers: Sequence[Optimizer], why: str) -> None:
