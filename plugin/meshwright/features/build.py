@@ -125,6 +125,14 @@ class Build:
         return self.plan.has_micro_batches or self.plan.pp > 1
 
     @property
+    def draws_as_one_device(self) -> bool:
+        """Whether each rank draws the random numbers of the whole batch, and keeps those of its rows."""
+        plan = self.plan
+        cuts_rows_alone = plan.tp == plan.pp == plan.cp == plan.ep == 1 and self.config.engine is None
+        is_cut = plan.dp > 1 or plan.has_micro_batches
+        return self.config.draws == "device" and cuts_rows_alone and is_cut
+
+    @property
     def head(self) -> Any:
         """The module that computes the logits; None if there is none."""
         if self.structure is not None:

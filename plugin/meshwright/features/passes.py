@@ -46,7 +46,7 @@ def compare_replicas(build: Build) -> None:
         every_state=build.config.check_replicas_every or 50,
         has_weights=runtime.weights is None and runtime.engine is None,
         tensors=ModuleTensors(build.model, () if build.cut is None else build.cut.layers),
-        streams=runtime.streams,
+        draws=runtime.draws,
     )
 
 
@@ -66,7 +66,7 @@ def watch_passes(build: Build) -> None:
     forward = ForwardState(
         model=build.decoder,
         inner=[module for module in inner if isinstance(module, nn.Module)],
-        streams=runtime.streams,
+        draws=runtime.draws,
         mesh=runtime.mesh,
         guard=runtime.guard,
         comparison=runtime.comparison,

@@ -26,6 +26,7 @@ from meshwright.optim.chained import step_name
 from meshwright.optim.gradients import Gradients
 from meshwright.optim.zero.zero3_layers import ShardedWeights
 from meshwright.parallel.batch.loss_gradients import LossGradients
+from meshwright.parallel.draws.device_draws import DeviceDraws
 from meshwright.parallel.dropout_streams import DropoutStreams
 from meshwright.parallel.features import Features
 from meshwright.parallel.replicas.comparison import ReplicaComparison
@@ -114,6 +115,11 @@ class Runtime:
     def streams(self) -> DropoutStreams:
         """The random streams of dropout of a model that ``to_distributed`` has distributed."""
         return self.features.get(DropoutStreams)
+
+    @property
+    def draws(self) -> DeviceDraws:
+        """What the passes of a model draw that ``to_distributed`` has distributed."""
+        return self.features.get(DeviceDraws)
 
     @property
     def logits(self) -> WholeLogits:

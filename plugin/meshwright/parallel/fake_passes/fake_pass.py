@@ -73,10 +73,40 @@ def run_without_values(
     Raises:
         PlanError: if the decoder cannot be run in this way.
     """
-    run = functools.partial(
-        _run, model, rows=rows, length=length, labels=labels, options=options or {}, watch=watch, source=source,
-        is_done=is_done,
-    )  # fmt: skip
+    return _without_values(
+        model,
+        lambda mode: _run(
+            model, mode, rows=rows, length=length, labels=labels, options=options or {}, watch=watch, source=source,
+            is_done=is_done,
+        ),  # fmt: skip
+        instead,
+    )
+
+
+def run_again_without_values(
+    model: nn.Module, batch: Mapping[str, object], *, instead: str, watch: AbstractContextManager[object]
+) -> None:
+    """Run a module on the arguments of a call, as if they had no values, with its hooks.
+
+    Args:
+        model: the module, with or without memory. It is not changed.
+        batch: the arguments of its forward by name.
+        instead: what to use if the module cannot be run in this way, for the message.
+        watch: a mode that sees the operations of the pass.
+
+    Raises:
+        PlanError: if the module cannot be run in this way.
+    """
+
+    def run(mode: ReadAsZero) -> None:
+        with mode, _stand_ins(model), watch:
+            model(**batch)
+
+    _without_values(model, run, instead)
+
+
+def _without_values(model: nn.Module, run: Callable[[ReadAsZero], Any], instead: str) -> Any:
+    """Call a function with a mode in which tensors have no values, and with another one if that fails."""
     try:
         if not torch.is_autocast_enabled("cpu"):
             return run(MetaMode())
@@ -96,6 +126,18 @@ def run_without_values(
         ) from why
 
 
+@contextlib.contextmanager
+def _stand_ins(model: nn.Module) -> Iterator[None]:
+    """Put others in the place of weights, and of functions and modules that read values. Inside of a mode."""
+    packed = list(packed_modules(model))
+    with fake_values(model), _unchecked_distributions(), _plain_flex(), temporarily(torch.utils, swap_tensors=_swap):
+        for _, module, packing in packed:
+            module.forward = functools.partial(_packed, module, packing.shape)
+        for module in list(_routed(model)):
+            module.forward = _experts  # not a step, which would stay: fake_values undoes what is set in a module
+        yield
+
+
 def _run(
     model: nn.Module,
     mode: ReadAsZero,
@@ -112,22 +154,14 @@ def _run(
 
     The arguments are those of :func:`run_without_values`.
     """
-    packed = list(packed_modules(model))
     with contextlib.ExitStack() as stack:
         stack.enter_context(mode)
-        stack.enter_context(fake_values(model))
+        stack.enter_context(_stand_ins(model))
         stack.enter_context(_without_hooks(model))
         # The program's hooks may keep or count what they get, in objects that nothing puts back.
         stack.enter_context(without_foreign_hooks(x for x in model.modules() if x is not model))
-        stack.enter_context(_unchecked_distributions())
-        stack.enter_context(_plain_flex())
-        stack.enter_context(temporarily(torch.utils, swap_tensors=_swap))
         if watch is not None:
             stack.enter_context(watch)
-        for _, module, packing in packed:
-            module.forward = functools.partial(_packed, module, packing.shape)
-        for module in list(_routed(model)):
-            module.forward = _experts  # not a step, which would stay: fake_values undoes what is set in a module
         signature = inspect.signature(model.forward)
         inputs = example(signature, rows=rows, length=length, source=source)
         if labels is not None and "labels" in signature.parameters:

@@ -21,6 +21,7 @@ from meshwright.faults.memory_digest import has_values
 from meshwright.parallel.autograd_graph import in_backward
 from meshwright.parallel.batch.items import BatchFormat
 from meshwright.parallel.batch.schema import BatchSchema
+from meshwright.parallel.draws.device_draws import apart
 from meshwright.parallel.losses.replaced_forward import stock_owner
 from meshwright.parallel.method_chain import BatchStep
 from meshwright.parallel.output_loss import loss_of
@@ -92,7 +93,7 @@ class CoupledRows(BatchStep):
         self._tried.add(options)
         parts = [module for module in self.model.modules() if module.training]
         device = next(iter(schema.tensors.values())).device
-        with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []), apart():
             try:
                 self.model.eval()
                 if (alone := self._loss(batch)) is None or alone.numel() != 1:
@@ -170,7 +171,7 @@ class CoupledRows(BatchStep):
     def _loss_of_twice(self, schema: BatchSchema, batch: dict[str, Any]) -> Tensor | None:
         """Return the loss of the same rows twice; None if an argument does not show its rows, or memory is short."""
         try:
-            loss: Tensor | None = self._loss({name: _twice(schema, name, x) for name, x in batch.items()})
+            loss: Tensor | None = self._loss(schema.twice())
         except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
             return None
         return loss
@@ -179,12 +180,3 @@ class CoupledRows(BatchStep):
         torch.manual_seed(seed)
         return loss_of(self.method(**batch))
 
-
-def _twice(schema: BatchSchema, name: str, x: Any) -> Any:
-    """Return an argument for the rows of a batch twice."""
-    if not isinstance(x, list | tuple) and not (isinstance(x, Tensor) and x.ndim):
-        return x
-    dim = schema.row_dim(name, x) if len(x) else None
-    if dim is None:
-        return x
-    return torch.cat([x, x], dim=dim[0]) if isinstance(x, Tensor) else [*x, *x]

@@ -1,0 +1,381 @@
+"""Draws of one device: each rank draws the tensor that one device would draw, and keeps the part that it computes with.
+
+::
+
+    one device    dropout on [8 rows, ...]    one draw for rows 0 to 7
+    rank 0        dropout on [4 rows, ...]    the same draw, of which it keeps rows 0 to 3
+    rank 1        dropout on [4 rows, ...]    the same draw, of which it keeps rows 4 to 7
+
+All ranks draw from torch's own generators, in the program's order, so after a step these have the states of one device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import xxhash
+from torch import Generator, Tensor, nn
+
+from meshwright.faults.guard import Guard
+from meshwright.mesh.axes import Mesh
+from meshwright.parallel.autograd_graph import in_backward
+from meshwright.parallel.batch.items import BatchFormat
+from meshwright.parallel.batch.schema import BatchSchema
+from meshwright.parallel.batch.share import BatchShare
+from meshwright.parallel.draws.kernels import Call, hand_draws_to
+from meshwright.parallel.draws.sites import DrawSites, Form, Lines, lines_to, words_for
+from meshwright.parallel.dropout_streams import DropoutStreams, Restore
+from meshwright.progress import is_first_rank
+from meshwright.temporarily import temporarily
+
+logger = logging.getLogger(__name__)
+
+_MOST = 2**15  # draws whose parts are known again when backward computes a layer again
+_TIMED, _SHARE = 5, 0.02  # the first steps, and the part of their time of which a line tells
+_RANK = "ToDistributedConfig(draws='rank')"
+
+
+@dataclass(frozen=True)
+class Part:
+    """The part of a draw that this rank keeps: some entries along a dim of the shape of the whole draw."""
+
+    shape: tuple[int, ...]
+    dim: int
+    start: int
+
+
+@dataclass
+class _Pass:
+    """A forward pass that runs.
+
+    Args:
+        module: what was called.
+        batch: its arguments by name.
+        device: the device on which it draws.
+        total: the number of rows of the global batch.
+        own: which of them this rank has.
+        rows: which of them run now.
+        states: the states of the generators at the start.
+        thread: the thread that runs it.
+        last: by kind of device, the digest of the generator's state after the last draw.
+        drew: whether it has drawn.
+    """
+
+    module: nn.Module
+    batch: dict[str, Any]
+    device: torch.device
+    total: int
+    own: range
+    rows: range
+    states: dict[str, Tensor]
+    thread: int = field(default_factory=threading.get_ident)
+    last: dict[str, bytes] = field(default_factory=dict)
+    drew: bool = False
+
+
+class _Process:
+    """What draws now in this process."""
+
+    def __init__(self) -> None:
+        self.running: DeviceDraws | None = None  # of the innermost pass that runs
+        # By the first row of a micro-batch and the generator's state before a draw: the part of the draw. Backward
+        # computes a layer again from the same state.
+        self.parts: dict[tuple[int, bytes], Part] = {}
+        self.first_row = 0  # of the micro-batch that runs forward or backward
+
+    def keep(self, state: bytes, part: Part) -> None:
+        while len(self.parts) >= _MOST:
+            del self.parts[next(iter(self.parts))]
+        self.parts[self.first_row, state] = part
+
+    def draw(self, kernel: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make a draw of this process."""
+        if in_backward():
+            known = self.parts and self.parts.get((self.first_row, _digest(_generator(args, kwargs))))
+            return _drawn(known, kernel, args, kwargs) if known else kernel(*args, **kwargs)
+        running = self.running
+        if running is None or not running.runs_here:
+            return kernel(*args, **kwargs)
+        return running.draw(kernel, args, kwargs)
+
+
+_process = _Process()
+
+
+def apart() -> contextlib.AbstractContextManager[None]:
+    """Let what runs inside the context draw for its own rows alone, as without a plan."""
+    return temporarily(_process, running=None)
+
+
+class DeviceDraws:
+    """What a model's forward passes draw.
+
+    Args:
+        mesh: the axes.
+        streams: the streams from which ranks draw where ``is_on`` is False.
+        guard: the guard, by which the ranks compare their random states; None on one process.
+        format: what the inputs of the model mean.
+        is_on: whether the ranks draw as one device does.
+    """
+
+    def __init__(
+        self, *, mesh: Mesh, streams: DropoutStreams, guard: Guard | None, format: BatchFormat, is_on: bool
+    ) -> None:
+        self.is_on, self._mesh, self._streams, self._guard, self._format = is_on, mesh, streams, guard, format
+        self._sites = DrawSites()
+        self._pass: _Pass | None = None
+        self._told: set[object] = set()
+        self._moment = ""
+        self._is_compared = self._differs = False
+        self._cost = _Cost()
+
+    @property
+    def moment(self) -> str:
+        """What must be equal on all ranks before each step: the random state and the rows of the last pass."""
+        return self._moment if self.is_on else self._streams.moment
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether a pass runs, on this thread."""
+        return self._pass is not None and self._pass.thread == threading.get_ident()
+
+    def enter_model(self, module: nn.Module, batch: dict[str, Any], device: torch.device, *, trains: bool) -> Restore:
+        """Begin a forward pass.
+
+        Args:
+            module: the module that is called.
+            batch: its arguments by name.
+            device: the device on which the pass draws.
+            trains: whether the pass trains.
+
+        Returns:
+            A function that ends the pass.
+        """
+        if self.is_on and trains and not self._is_compared:
+            self._compare(device)
+        if not self.is_on and not self._differs:
+            return self._streams.enter_model(device, trains=trains)
+        hand_draws_to(_process.draw, (torch.device("cpu"), device))
+        rows, dp = BatchSchema(batch, self._format).rows, self._mesh.dp
+        share = BatchShare.of(batch.values())
+        total = share.total if share is not None and share.held == rows else rows * dp.size
+        low = min(dp.rank * total // dp.size, total - rows)
+        own = range(low, low + rows)
+        restore = None if self.is_on else self._streams.enter_model(device, trains=trains)
+        states = {kind: generator.get_state() for kind, generator in _generators(device).items()}
+        current = _Pass(module, batch, device, total, own, own, states)
+        current.last = {kind: _digest_of(state) for kind, state in states.items()}
+        before, self._pass = self._pass, current
+        outer, _process.running, _process.first_row = _process.running, self, low
+        if trains:
+            self._cost.begin()
+
+        def end() -> None:
+            _process.running, self._pass = outer, before
+            if restore is not None:
+                restore()
+            elif current.drew or any(_digest(g) != current.last[kind] for kind, g in _generators(device).items()):
+                self._end(current, trains=trains)
+
+        return end
+
+    def begin_slice(self, rows: range) -> None:
+        """Begin a micro-batch of the running pass, which draws what the whole pass draws, and has some of its rows."""
+        current = self._pass
+        if current is None or not self.is_on:
+            return
+        low = min(current.own.start + rows.start, current.own.stop - 1)
+        current.rows = range(low, max(low + 1, current.own.start + rows.stop))
+        _process.first_row = low
+        if rows.start:
+            for kind, generator in _generators(current.device).items():
+                generator.set_state(current.states[kind])
+                current.last[kind] = _digest_of(current.states[kind])
+
+    def draw(self, kernel: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make a draw of the running pass."""
+        current = self._pass
+        assert current is not None
+        if not self.is_on:
+            self._tell_once(
+                "states",
+                "the forward of %s draws random numbers, and torch's random states differ between the ranks, so the "
+                "ranks draw others than one device. Seed all ranks alike, torch.manual_seed(0), before the first "
+                "step; or pass %s, which says nothing",
+                type(current.module).__name__, _RANK,
+            )  # fmt: skip
+            return kernel(*args, **kwargs)
+        current.drew = True
+        x, generator = kwargs.get("out", args[0]), _generator(args, kwargs)
+        is_default = kwargs.get("generator") is None
+        lines = lines_to(sys._getframe(1))
+        form = self._form(current, lines, x)
+        start = time.perf_counter()
+        if form is None:
+            drawn = self._draw_apart(current, lines, x, generator, lambda: kernel(*args, **kwargs))
+        elif (part := _part(form, x, current)) is None:
+            drawn = kernel(*args, **kwargs)
+        else:
+            _process.keep(current.last[generator.device.type] if is_default else _digest(generator), part)
+            drawn = _drawn(part, kernel, args, kwargs)
+            self._cost.add(time.perf_counter() - start, part, x)
+        if is_default:
+            current.last[generator.device.type] = _digest(generator)
+        return drawn
+
+    def _form(self, current: _Pass, lines: Lines, x: Tensor) -> Form | None:
+        """Return which dim of a draw has the rows; None if it is not known."""
+        for _ in range(2):
+            form = self._sites.find(lines, x.shape)
+            if form is not None:
+                fits = all(size == k * len(current.rows) for k, size in zip(form, x.shape, strict=True) if k)
+                return form if fits and _is_dense(x) else None
+            if not self._sites.observe(current.module, current.batch, self._format, lines):
+                return None
+        return None
+
+    def _draw_apart(self, current: _Pass, lines: Lines, x: Tensor, generator: Generator, draw: Any) -> Any:
+        """Draw for this rank's rows alone, from a stream of these rows."""
+        why = "" if self._sites.failure is None else f" ({self._sites.failure})"
+        self._tell_once(
+            lines[:1],
+            "%s draws random numbers of shape %s, and it is not known which of them belong to which rows of the "
+            "batch%s. So each rank draws them for its own rows, and the losses are not those of one device, but as "
+            "good. To compare the two, draw numbers with a dim of the rows in the model's forward, or pass them to the "
+            "model; %s says nothing",
+            words_for(lines), tuple(x.shape), why, _RANK,
+        )  # fmt: skip
+        seed = int(torch.empty((), dtype=torch.int64, device=x.device).random_(generator=generator))
+        state = generator.get_state()
+        generator.manual_seed((seed ^ current.rows.start * 0x9E3779B97F4A7C15) % 2**63)
+        try:
+            return draw()
+        finally:
+            generator.set_state(state)
+
+    def _compare(self, device: torch.device) -> None:
+        """Compare the random states of all ranks, from which they draw alike."""
+        self._is_compared = True
+        if self._guard is not None and self._guard.is_current:
+            states = [_digest(generator).hex() for generator in _generators(device).values()]
+            self._differs = not self._guard.agree("torch's random state", *states)
+            self.is_on = not self._differs
+
+    def _end(self, current: _Pass, *, trains: bool) -> None:
+        if trains:
+            state = b"".join(map(_digest_of, current.states.values())).hex()
+            self._moment = f"{state} for {current.total} rows"
+        now = _generators(current.device)
+        if any(_digest(generator) != current.last[kind] for kind, generator in now.items()):
+            self._tell_once(
+                "unseen",
+                "the forward of %s draws random numbers inside of a kernel, such as an attention with dropout on CUDA "
+                "or an LSTM with dropout, where a rank cannot draw for all rows. So the ranks draw others than one "
+                "device from the next pass on. For attention use attn_implementation='eager'; or pass %s, which says "
+                "nothing",
+                type(current.module).__name__, _RANK,
+            )  # fmt: skip
+            self.is_on = False
+
+    def _tell_once(self, about: object, text: str, *values: object) -> None:
+        if about not in self._told:
+            self._told.add(about)
+            if is_first_rank():
+                logger.warning(text, *values)
+
+
+def _part(form: Form, x: Tensor, current: _Pass) -> Part | None:
+    """Return the part of a draw that belongs to the rows that run; None if the draw has no rows, or they are all."""
+    dim = next((dim for dim, count in enumerate(form) if count), None)
+    if dim is None or len(current.rows) == current.total:
+        return None
+    count, shape = form[dim], list(x.shape)
+    shape[dim] = current.total * count
+    return Part(tuple(shape), dim, current.rows.start * count)
+
+
+def _drawn(part: Part, kernel: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Draw a whole tensor, and keep a part of it."""
+    x: Tensor = args[0]
+    # A kernel may draw in the order of the memory.
+    order = sorted(range(x.ndim), key=lambda dim: -x.stride(dim)) if not x.is_contiguous() else list(range(x.ndim))
+    memory = x.new_empty([part.shape[dim] for dim in order])
+    whole = memory.permute([order.index(dim) for dim in range(x.ndim)])
+    rest = [_whole_of(part, value, x) if isinstance(value, Tensor) else value for value in args[1:]]
+    kernel(whole, *rest, **kwargs)
+    return x.copy_(whole.narrow(part.dim, part.start, x.shape[part.dim]))
+
+
+def _whole_of(part: Part, own: Tensor, x: Tensor) -> Tensor:
+    """Return the probabilities of a whole draw, of which those of other ranks do not matter."""
+    whole = own.new_full(part.shape, 0.5)
+    whole.narrow(part.dim, part.start, x.shape[part.dim]).copy_(own.expand(x.shape))
+    return whole
+
+
+def _is_dense(x: Tensor) -> bool:
+    """Return whether a tensor has its elements one after the other, whatever the order of its dims."""
+    expected = 1
+    for stride, size in sorted((x.stride(dim), x.shape[dim]) for dim in range(x.ndim) if x.shape[dim] != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _generators(device: torch.device) -> dict[str, Generator]:
+    """Return torch's own generators of the CPU and of a device, by the device's kind."""
+    found = {"cpu": torch.default_generator}
+    if device.type == "cuda":
+        found["cuda"] = torch.cuda.default_generators[device.index or torch.cuda.current_device()]
+    return found
+
+
+def _generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Generator:
+    """Return the generator from which an operation draws."""
+    given: Generator | None = kwargs.get("generator")
+    device = kwargs.get("out", args[0]).device
+    return _generators(device)[device.type] if given is None else given
+
+
+def _digest(generator: Generator) -> bytes:
+    return _digest_of(generator.get_state())
+
+
+def _digest_of(state: Tensor) -> bytes:
+    return xxhash.xxh3_64_digest(state.numpy())
+
+
+class _Cost:
+    """Tells once if the parts of other ranks take a noticeable part of the first steps."""
+
+    def __init__(self) -> None:
+        self._steps, self._start, self._spent = 0, 0.0, 0.0
+
+    def begin(self) -> None:
+        """Begin a training pass."""
+        if self._steps > _TIMED:
+            return
+        now = time.perf_counter()
+        if self._steps == 1:  # the first step finds the forms of the draws
+            self._start, self._spent = now, 0.0
+        self._steps += 1
+        share = self._spent / max(now - self._start, 1e-9)
+        if self._steps > _TIMED and share > _SHARE and is_first_rank():
+            logger.info(
+                "each rank draws the random numbers of the whole batch, so that they are those of one device, which "
+                "takes %.0f %% of a step. %s draws those of the rank's rows alone",
+                100 * share, _RANK,
+            )  # fmt: skip
+
+    def add(self, seconds: float, part: Part, x: Tensor) -> None:
+        """Add the time of a draw, as far as it is for other ranks."""
+        if self._steps <= _TIMED:
+            self._spent += seconds * (1 - x.shape[part.dim] / max(part.shape[part.dim], 1))

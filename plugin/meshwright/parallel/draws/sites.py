@@ -1,0 +1,220 @@
+"""Finds which dim of each random draw of a module has the rows of the batch.
+
+The module runs twice without values: on the rows of a call, and on these rows twice. A dim of a draw that has doubled
+has the rows. A draw is known again by the lines of code that lead to it.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from types import CodeType, FrameType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import meshwright
+from meshwright.errors import PlanError
+from meshwright.layout.tensor_layout import layout_if_any
+from meshwright.parallel.batch.items import BatchFormat
+from meshwright.parallel.batch.schema import BatchSchema
+from meshwright.parallel.fake_passes.fake_pass import run_again_without_values
+from meshwright.parallel.foreign_hooks import hook_tables
+from meshwright.parallel.method_chain import find_chain
+from meshwright.replaced_method import without_replacements
+from meshwright.roles.brought import codes_of
+
+Line = tuple[CodeType, int]  # a function, and the place in it
+Lines = tuple[Line, ...]  # those that lead to a draw, from the innermost
+Form = tuple[int, ...]  # for each dim of a draw: how many of its entries belong to each row; 0 without rows
+
+_LONGEST = 4  # of the functions that lead to a draw: its module, the block and the layer around it
+_FOLDERS = tuple(f"{Path(package.__file__ or '').parent}/" for package in (torch, meshwright))
+_CHOICE = torch.ops.aten._fused_sdp_choice.default  # which draws nothing
+
+
+class DrawSites:
+    """The draws of a module that were seen so far, by the lines that lead to them.
+
+    Attributes:
+        failure: why the module could not be run without values; None if it could.
+    """
+
+    def __init__(self) -> None:
+        self.failure: str | None = None
+        self._forms: dict[Lines, set[Form | None]] = defaultdict(set)
+        self._tried: set[Lines] = set()
+
+    def find(self, lines: Lines, shape: torch.Size) -> Form | None:
+        """Return the form of a draw at some lines; None if it is not known."""
+        for count in range(len(lines), 0, -1):
+            if (forms := self._forms.get(lines[:count])) is not None:
+                form = next(iter(forms)) if len(forms) == 1 else None
+                return form if form is not None and len(form) == len(shape) else None
+        return None
+
+    def observe(self, module: nn.Module, batch: dict[str, Any], format: BatchFormat, lines: Lines) -> bool:
+        """Run a module without values, unless it has run for these lines before; return whether it ran.
+
+        Args:
+            module: the module, whose weights may be cut.
+            batch: the arguments of its call by name.
+            format: what the arguments mean.
+            lines: those that lead to the draw that is not known yet. Hooks among them run too.
+        """
+        if lines in self._tried:
+            return False
+        self._tried.add(lines)
+        schema, twin = BatchSchema(batch, format), whole_twin(module, {code for code, _ in lines})
+        try:
+            once, twice = (_draws_of(twin, given) for given in (batch, schema.twice()))
+        except PlanError as error:
+            self.failure = str(error.__cause__ or error)
+            return False
+        self.failure = None
+        for place in once.keys() | twice.keys():
+            first, second = once[place], twice[place]
+            pairs = zip(first, second, strict=True) if len(first) == len(second) else [((), None)]
+            forms = {_form(own, other, schema.rows) for own, other in pairs}
+            for count in range(1, len(place) + 1):
+                self._forms[place[:count]] |= forms
+        return True
+
+
+def lines_to(frame: FrameType | None) -> Lines:
+    """Return the lines of the program and its libraries that lead to a draw, without those of torch and Meshwright."""
+    found: list[Line] = []
+    while frame is not None and len(found) < _LONGEST:
+        if _is_seen(frame.f_code):
+            found.append((frame.f_code, frame.f_lasti))
+        frame = frame.f_back
+    return tuple(found)
+
+
+def words_for(lines: Lines) -> str:
+    """Return the function and the line of a draw, for messages."""
+    if not lines:
+        return "a function of torch"
+    code, last = lines[0]
+    positions = list(code.co_positions())
+    return f"{code.co_qualname}, {Path(code.co_filename).name}:{positions[last // 2][0]}"
+
+
+@functools.cache
+def _is_seen(code: CodeType) -> bool:
+    # A layer's __call__ calls its forward at another line if backward computes the layer again.
+    return not code.co_filename.startswith(_FOLDERS) and code.co_name != "__call__"
+
+
+def _form(once: tuple[int, ...], twice: tuple[int, ...] | None, rows: int) -> Form | None:
+    """Return the form of a draw from its shapes for some rows and for twice as many; None if they do not show it."""
+    if twice is None or len(once) != len(twice):
+        return None
+    grown = [dim for dim, size in enumerate(once) if twice[dim] != size]
+    if len(grown) > 1 or any(once[dim] % rows or twice[dim] != 2 * once[dim] for dim in grown):
+        return None
+    return tuple(size // rows if dim in grown else 0 for dim, size in enumerate(once))
+
+
+def _draws_of(twin: nn.Module, batch: dict[str, Any]) -> dict[Lines, list[tuple[int, ...]]]:
+    """Return the shapes of what a module draws, by the lines that lead there."""
+    watch, errors = _Watch(), []
+
+    def run() -> None:
+        try:
+            run_again_without_values(twin, batch, instead="draws='rank'", watch=watch)
+        except PlanError as error:
+            errors.append(error)
+
+    # A thread has none of the modes in which the running pass draws.
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return watch.found
+
+
+class _Watch(TorchDispatchMode):
+    """Sees the shapes of all draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[Lines, list[tuple[int, ...]]] = defaultdict(list)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would wrap each call for a compiler that does not run here
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in func.tags and func is not _CHOICE:
+            drawn = result[0] if isinstance(result, tuple) else result
+            self.found[lines_to(sys._getframe(1))].append(tuple(drawn.shape))
+        return result
+
+
+def whole_twin(root: nn.Module, hooked: set[CodeType]) -> nn.Module:
+    """Return a module that runs the same code on whole weights without memory, and none of the runtime's.
+
+    Args:
+        root: the module.
+        hooked: the code of the hooks that run in the twin too.
+    """
+    twins: dict[int, Any] = {}
+    made: dict[int, Tensor] = {}
+
+    def whole(x: Tensor | None) -> Tensor | None:
+        if x is None:
+            return None
+        if id(x) not in made:
+            layout = layout_if_any(x)
+            shape = x.shape if layout is None else layout.shape
+            meta = torch.empty(shape, dtype=x.dtype, device="meta")
+            made[id(x)] = nn.Parameter(meta, x.requires_grad) if isinstance(x, nn.Parameter) else meta
+        return made[id(x)]
+
+    def of(value: Any) -> Any:
+        if isinstance(value, nn.Module):
+            return twin(value)
+        if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module):
+            return MethodType(value.__func__, twin(value.__self__))
+        if type(value) in (list, tuple) and any(isinstance(x, nn.Module) for x in value):
+            return type(value)(map(of, value))
+        if type(value) is dict and any(isinstance(x, nn.Module) for x in value.values()):
+            return {name: of(x) for name, x in value.items()}
+        return value
+
+    def twin(module: nn.Module) -> Any:
+        if id(module) in twins:
+            return twins[id(module)]
+        new = twins[id(module)] = object.__new__(type(module))
+        own, tables = vars(module), hook_tables(module)
+        values = vars(new)
+        for name, value in own.items():
+            if any(value is table for table in tables):
+                kept = {key: hook for key, hook in value.items() if hooked & set(codes_of(hook))}
+                values[name] = type(value)(kept)
+        values["_parameters"] = {name: whole(x) for name, x in module._parameters.items()}
+        values["_buffers"] = {name: whole(x) for name, x in module._buffers.items()}
+        values["_modules"] = {name: None if x is None else twin(x) for name, x in module._modules.items()}
+        for name, value in own.items():
+            if name not in values and name not in ("_meshwright_chains", "__deepcopy__"):
+                values[name] = of(value)
+        if find_chain(module) is not None:
+            del values["forward"]
+            function: Callable[..., Any] = without_replacements(module, "forward")
+            if function is not getattr(type(module).forward, "__func__", type(module).forward):
+                values["forward"] = MethodType(function, new)
+        return new
+
+    found: nn.Module = twin(root)
+    return found
