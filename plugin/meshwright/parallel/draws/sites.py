@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FrameType, MethodType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ from meshwright.roles.brought import codes_of
 
 Line = tuple[CodeType, int]  # a function, and the place in it
 Lines = tuple[Line, ...]  # those that lead to a draw, from the innermost
+_Shapes = dict[Lines, list[tuple[int, ...]]]  # of the draws at some lines, in their order
 Form = tuple[int, ...]  # for each dim of a draw: how many of its entries belong to each row; 0 without rows
 
 _LONGEST = 4  # of the functions that lead to a draw: its module, the block and the layer around it
@@ -72,17 +73,13 @@ class DrawSites:
             return False
         self._tried.add(lines)
         schema, twin = BatchSchema(batch, format), whole_twin(module, {code for code, _ in lines})
-        try:
-            once, twice = (_draws_of(twin, given) for given in (batch, schema.twice()))
-        except PlanError as error:
-            self.failure = str(error.__cause__ or error)
-            return False
-        self.failure = None
+        (once, self.failure), (twice, _) = (_draws_of(twin, given) for given in (batch, schema.twice()))
         for place in once.keys() | twice.keys():
             first, second = once[place], twice[place]
             pairs = zip(first, second, strict=True) if len(first) == len(second) else [((), None)]
             forms = {_form(own, other, schema.rows) for own, other in pairs}
-            for count in range(1, len(place) + 1):
+            # Fewer lines are those of several draws, of which a pass that has ended early shows some.
+            for count in range(1 if self.failure is None else len(place), len(place) + 1):
                 self._forms[place[:count]] |= forms
         return True
 
@@ -122,31 +119,33 @@ def _form(once: tuple[int, ...], twice: tuple[int, ...] | None, rows: int) -> Fo
     return tuple(size // rows if dim in grown else 0 for dim, size in enumerate(once))
 
 
-def _draws_of(twin: nn.Module, batch: dict[str, Any]) -> dict[Lines, list[tuple[int, ...]]]:
-    """Return the shapes of what a module draws, by the lines that lead there."""
-    watch, errors = _Watch(), []
+def _draws_of(twin: nn.Module, batch: dict[str, Any]) -> tuple[_Shapes, str | None]:
+    """Return the shapes of what a module draws, and why the pass has ended early, if it has."""
+    watch = _Watch()
+    failures: list[str | None] = [None]
 
     def run() -> None:
         try:
             run_again_without_values(twin, batch, instead="draws='rank'", watch=watch)
         except PlanError as error:
-            errors.append(error)
+            failures[0] = str(error.__cause__ or error)
 
+    state = torch.default_generator.get_state()
     # A thread has none of the modes in which the running pass draws.
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()
-    if errors:
-        raise errors[0]
-    return watch.found
+    torch.default_generator.set_state(state)
+    return watch.found, failures[0]
 
 
 class _Watch(TorchDispatchMode):
     """Sees the shapes of all draws."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: dict[Lines, list[tuple[int, ...]]] = defaultdict(list)
+    def __enter__(self) -> Self:
+        self.found: _Shapes = defaultdict(list)
+        super().__enter__()
+        return self
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -207,7 +206,7 @@ def whole_twin(root: nn.Module, hooked: set[CodeType]) -> nn.Module:
         values["_buffers"] = {name: whole(x) for name, x in module._buffers.items()}
         values["_modules"] = {name: None if x is None else twin(x) for name, x in module._modules.items()}
         for name, value in own.items():
-            if name not in values and name not in ("_meshwright_chains", "__deepcopy__"):
+            if name not in values and not _is_of_runtime(value):
                 values[name] = of(value)
         if find_chain(module) is not None:
             del values["forward"]
@@ -218,3 +217,9 @@ def whole_twin(root: nn.Module, hooked: set[CodeType]) -> nn.Module:
 
     found: nn.Module = twin(root)
     return found
+
+
+def _is_of_runtime(value: object) -> bool:
+    """Return whether a module's attribute is the runtime's, such as the loss of the global batch."""
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return str(getattr(named, "__module__", "")).startswith(f"{meshwright.__name__}.")

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 from meshwright.errors import PlanError
 from meshwright.layout.packed_weights import packed_modules
 from meshwright.parallel.batch.schema import example
+from meshwright.parallel.fake_passes.known_values import KnownValues
 from meshwright.parallel.foreign_hooks import without_foreign_hooks
 from meshwright.roles import Role
 from meshwright.roles.blocks.experts import is_experts, routed_modules
@@ -73,14 +74,11 @@ def run_without_values(
     Raises:
         PlanError: if the decoder cannot be run in this way.
     """
-    return _without_values(
-        model,
-        lambda mode: _run(
-            model, mode, rows=rows, length=length, labels=labels, options=options or {}, watch=watch, source=source,
-            is_done=is_done,
-        ),  # fmt: skip
-        instead,
-    )
+    run = functools.partial(
+        _run, model, rows=rows, length=length, labels=labels, options=options or {}, watch=watch, source=source,
+        is_done=is_done,
+    )  # fmt: skip
+    return _without_values(model, lambda: run(MetaMode()), lambda: run(ReadAsZero()), instead)
 
 
 def run_again_without_values(
@@ -98,25 +96,29 @@ def run_again_without_values(
         PlanError: if the module cannot be run in this way.
     """
 
-    def run(mode: ReadAsZero) -> None:
-        with mode, _stand_ins(model), watch:
+    def on_meta() -> None:
+        with MetaMode(), _stand_ins(model), watch:
             model(**batch)
 
-    _without_values(model, run, instead)
+    def with_known_values() -> None:
+        with _stand_ins(model), KnownValues(batch) as known, watch:
+            model(**known.batch)
+
+    _without_values(model, on_meta, with_known_values, instead)
 
 
-def _without_values(model: nn.Module, run: Callable[[ReadAsZero], Any], instead: str) -> Any:
-    """Call a function with a mode in which tensors have no values, and with another one if that fails."""
+def _without_values(model: nn.Module, on_meta: Callable[[], Any], on_fake: Callable[[], Any], instead: str) -> Any:
+    """Run a model on meta tensors, or on fake tensors if that fails."""
     try:
         if not torch.is_autocast_enabled("cpu"):
-            return run(MetaMode())
+            return on_meta()
     except PlanError:
         raise
     except Exception:  # perhaps torch has no kernel for meta tensors, or the program asks for their device
         _LOGGER.debug("a pass on meta tensors failed", exc_info=True)
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), temporarily(_FAKE_LOGGER, disabled=True):  # logs attempts
-            return run(ReadAsZero())
+            return on_fake()
     except PlanError:
         raise
     except Exception as why:

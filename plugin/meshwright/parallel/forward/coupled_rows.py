@@ -68,11 +68,14 @@ class CoupledRows(BatchStep):
         plan: the plan, which splits the rows.
         format: what the inputs of the model mean.
         is_told: whether this rank gives the warning.
+        draws_alike: whether the ranks draw what one device draws.
     """
 
-    def __init__(self, model: nn.Module, plan: ParallelPlan, format: BatchFormat, *, is_told: bool):
+    def __init__(
+        self, model: nn.Module, plan: ParallelPlan, format: BatchFormat, *, is_told: bool, draws_alike: bool = False
+    ):
         super().__init__(model)
-        self.plan, self.format, self.is_told = plan, format, is_told
+        self.plan, self.format, self.is_told, self.draws_alike = plan, format, is_told, draws_alike
         self._tried: set[frozenset[tuple[str, bool]]] = set()
 
     def __call__(self, *args: object, **kwargs: object) -> object:
@@ -143,7 +146,7 @@ class CoupledRows(BatchStep):
         return is_wide and not any(float8_layers(self.model))
 
     def _tell_of_draws(self) -> None:
-        if self.is_told:
+        if self.is_told and not self.draws_alike:
             logger.warning(
                 "the forward of %s draws random numbers, and the ranks of dp=%d draw others than one device, so the "
                 "losses are not those of one device, but as good. To compare the two, pass the numbers to the model, "
