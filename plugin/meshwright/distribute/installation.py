@@ -147,6 +147,7 @@ def install(build: Build, optimizer: Optimizer | None, *, seed: int) -> None:
             guard=build.runtime.guard,
             format=build.runtime.features.get(BatchFormat),
             is_on=build.draws_as_one_device,
+            wholes=build.wholes,
         )
     )
     done: list[Callable[[Build], None]] = []

@@ -43,6 +43,7 @@ class Build:
         runtime: the state that the model will carry; it holds this rank's axes.
         device: the device of this rank's weights.
         optimizer: the optimizer over the model's parameters, if the call has one.
+        wholes: for the modules that tp lets read the sizes of a rank's part: what they had read of the whole.
     """
 
     model: Any
@@ -56,6 +57,7 @@ class Build:
     cut: Cut | None = None
     context: ContextRecord | None = None
     optimizer: Optimizer | None = None
+    wholes: dict[nn.Module, dict[str, Any]] = field(default_factory=dict)
 
     def of(self, optimizer: Optimizer | None) -> Build:
         """Return the same decisions for a call with an optimizer."""
@@ -128,9 +130,9 @@ class Build:
     def draws_as_one_device(self) -> bool:
         """Whether each rank draws the random numbers of the whole batch, and keeps those of its rows."""
         plan = self.plan
-        cuts_rows_alone = plan.tp == plan.pp == plan.cp == plan.ep == 1 and self.config.engine is None
-        is_cut = plan.dp > 1 or plan.has_micro_batches
-        return self.config.draws == "device" and cuts_rows_alone and is_cut
+        is_known = plan.pp == plan.cp == plan.ep == plan.etp == 1 and self.config.engine is None
+        is_cut = plan.dp * plan.tp > 1 or plan.has_micro_batches
+        return self.config.draws == "device" and is_known and is_cut
 
     @property
     def head(self) -> Any:

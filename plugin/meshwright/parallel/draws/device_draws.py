@@ -12,10 +12,13 @@ All ranks draw from torch's own generators, in the program's order, so after a s
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
+import math
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +33,8 @@ from meshwright.parallel.batch.items import BatchFormat
 from meshwright.parallel.batch.schema import BatchSchema
 from meshwright.parallel.batch.share import BatchShare
 from meshwright.parallel.draws.kernels import Call, hand_draws_to
-from meshwright.parallel.draws.sites import DrawSites, Form, Lines, lines_to, words_for
+from meshwright.parallel.draws.part import Part, part_of
+from meshwright.parallel.draws.sites import DrawSites, Lines, Sizes, lines_to, words_for
 from meshwright.parallel.dropout_streams import DropoutStreams, Restore
 from meshwright.progress import is_first_rank
 from meshwright.temporarily import temporarily
@@ -42,22 +46,13 @@ _TIMED, _SHARE = 5, 0.02  # the first steps, and the part of their time of which
 _RANK = "ToDistributedConfig(draws='rank')"
 
 
-@dataclass(frozen=True)
-class Part:
-    """The part of a draw that this rank keeps: some entries along a dim of the shape of the whole draw."""
-
-    shape: tuple[int, ...]
-    dim: int
-    start: int
-
-
 @dataclass
 class _Pass:
     """A forward pass that runs.
 
     Args:
         module: what was called.
-        batch: its arguments by name.
+        schema: its arguments.
         device: the device on which it draws.
         total: the number of rows of the global batch.
         own: which of them this rank has.
@@ -69,7 +64,7 @@ class _Pass:
     """
 
     module: nn.Module
-    batch: dict[str, Any]
+    schema: BatchSchema
     device: torch.device
     total: int
     own: range
@@ -78,6 +73,11 @@ class _Pass:
     thread: int = field(default_factory=threading.get_ident)
     last: dict[str, bytes] = field(default_factory=dict)
     drew: bool = False
+
+    @functools.cached_property
+    def sizes(self) -> Sizes:
+        """The sizes of the arguments."""
+        return Sizes.of(self.schema)
 
 
 class _Process:
@@ -123,13 +123,23 @@ class DeviceDraws:
         guard: the guard, by which the ranks compare their random states; None on one process.
         format: what the inputs of the model mean.
         is_on: whether the ranks draw as one device does.
+        wholes: for modules that have read the sizes of a rank's part: what they had read of the whole.
     """
 
     def __init__(
-        self, *, mesh: Mesh, streams: DropoutStreams, guard: Guard | None, format: BatchFormat, is_on: bool
+        self,
+        *,
+        mesh: Mesh,
+        streams: DropoutStreams,
+        guard: Guard | None,
+        format: BatchFormat,
+        is_on: bool,
+        wholes: Mapping[nn.Module, Mapping[str, Any]],
     ) -> None:
         self.is_on, self._mesh, self._streams, self._guard, self._format = is_on, mesh, streams, guard, format
-        self._sites = DrawSites()
+        self._sites = DrawSites(wholes)
+        self._is_known = True
+        streams.is_on = not is_on
         self._pass: _Pass | None = None
         self._told: set[object] = set()
         self._moment = ""
@@ -163,14 +173,15 @@ class DeviceDraws:
         if not self.is_on and not self._differs:
             return self._streams.enter_model(device, trains=trains)
         hand_draws_to(_process.draw, (torch.device("cpu"), device))
-        rows, dp = BatchSchema(batch, self._format).rows, self._mesh.dp
+        schema, dp = BatchSchema(batch, self._format), self._mesh.dp
+        rows = schema.rows
         share = BatchShare.of(batch.values())
         total = share.total if share is not None and share.held == rows else rows * dp.size
         low = min(dp.rank * total // dp.size, total - rows)
         own = range(low, low + rows)
         restore = None if self.is_on else self._streams.enter_model(device, trains=trains)
         states = {kind: generator.get_state() for kind, generator in _generators(device).items()}
-        current = _Pass(module, batch, device, total, own, own, states)
+        current = _Pass(module, schema, device, total, own, own, states)
         current.last = {kind: _digest_of(state) for kind, state in states.items()}
         before, self._pass = self._pass, current
         outer, _process.running, _process.first_row = _process.running, self, low
@@ -216,30 +227,32 @@ class DeviceDraws:
         x, generator = kwargs.get("out", args[0]), _generator(args, kwargs)
         is_default = kwargs.get("generator") is None
         lines = lines_to(sys._getframe(1))
-        form = self._form(current, lines, x)
+        part = self._part(current, lines, x)
         start = time.perf_counter()
-        if form is None:
+        if part is None:
             drawn = self._draw_apart(current, lines, x, generator, lambda: kernel(*args, **kwargs))
-        elif (part := _part(form, x, current)) is None:
+        elif part.is_whole:
             drawn = kernel(*args, **kwargs)
         else:
             _process.keep(current.last[generator.device.type] if is_default else _digest(generator), part)
             drawn = _drawn(part, kernel, args, kwargs)
-            self._cost.add(time.perf_counter() - start, part, x)
+            self._cost.add((time.perf_counter() - start) * (1 - x.numel() / math.prod(part.shape)))
         if is_default:
             current.last[generator.device.type] = _digest(generator)
         return drawn
 
-    def _form(self, current: _Pass, lines: Lines, x: Tensor) -> Form | None:
-        """Return which dim of a draw has the rows; None if it is not known."""
+    def _part(self, current: _Pass, lines: Lines, x: Tensor) -> Part | None:
+        """Return the part of a draw that this rank keeps; None if it is not known."""
+        schema, sizes, form = current.schema, current.sizes, None
         for _ in range(2):
-            form = self._sites.find(lines, x.shape)
-            if form is not None:
-                fits = all(size == k * len(current.rows) for k, size in zip(form, x.shape, strict=True) if k)
-                return form if fits and _is_dense(x) else None
-            if not self._sites.observe(current.module, current.batch, self._format, lines):
-                return None
-        return None
+            form = self._sites.find(lines, x.ndim, sizes)
+            if form is not None or not self._sites.observe(current.module, schema, sizes, lines):
+                break
+        if form is None or not _is_dense(x):
+            return None
+        return part_of(
+            form, x.shape, rows=current.rows, total=current.total, lengths=sizes.lengths, tp=self._mesh.tp
+        )
 
     def _draw_apart(self, current: _Pass, lines: Lines, x: Tensor, generator: Generator, draw: Any) -> Any:
         """Draw for this rank's rows alone, from a stream of these rows."""
@@ -247,11 +260,12 @@ class DeviceDraws:
         self._tell_once(
             lines[:1],
             "%s draws random numbers of shape %s, and it is not known which of them belong to which rows of the "
-            "batch%s. So each rank draws them for its own rows, and the losses are not those of one device, but as "
-            "good. To compare the two, draw numbers with a dim of the rows in the model's forward, or pass them to the "
-            "model; %s says nothing",
+            "batch%s. So the ranks draw others than one device from the next pass on, and the losses are as good. To "
+            "compare the two, draw numbers with a dim of the rows in the model's forward, or pass them to the model; "
+            "%s says nothing",
             words_for(lines), tuple(x.shape), why, _RANK,
         )  # fmt: skip
+        self._is_known = False
         seed = int(torch.empty((), dtype=torch.int64, device=x.device).random_(generator=generator))
         state = generator.get_state()
         generator.manual_seed((seed ^ current.rows.start * 0x9E3779B97F4A7C15) % 2**63)
@@ -266,7 +280,8 @@ class DeviceDraws:
         if self._guard is not None and self._guard.is_current:
             states = [_digest(generator).hex() for generator in _generators(device).values()]
             self._differs = not self._guard.agree("torch's random state", *states)
-            self.is_on = not self._differs
+            if self._differs:
+                self._stop()
 
     def _end(self, current: _Pass, *, trains: bool) -> None:
         if trains:
@@ -282,23 +297,19 @@ class DeviceDraws:
                 "nothing",
                 type(current.module).__name__, _RANK,
             )  # fmt: skip
-            self.is_on = False
+            self._is_known = False
+        if not self._is_known:
+            self._stop()
+
+    def _stop(self) -> None:
+        """Let the ranks draw from streams of their own from the next pass on."""
+        self.is_on, self._streams.is_on = False, True
 
     def _tell_once(self, about: object, text: str, *values: object) -> None:
         if about not in self._told:
             self._told.add(about)
             if is_first_rank():
                 logger.warning(text, *values)
-
-
-def _part(form: Form, x: Tensor, current: _Pass) -> Part | None:
-    """Return the part of a draw that belongs to the rows that run; None if the draw has no rows, or they are all."""
-    dim = next((dim for dim, count in enumerate(form) if count), None)
-    if dim is None or len(current.rows) == current.total:
-        return None
-    count, shape = form[dim], list(x.shape)
-    shape[dim] = current.total * count
-    return Part(tuple(shape), dim, current.rows.start * count)
 
 
 def _drawn(part: Part, kernel: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -308,16 +319,16 @@ def _drawn(part: Part, kernel: Call, args: tuple[Any, ...], kwargs: dict[str, An
     order = sorted(range(x.ndim), key=lambda dim: -x.stride(dim)) if not x.is_contiguous() else list(range(x.ndim))
     memory = x.new_empty([part.shape[dim] for dim in order])
     whole = memory.permute([order.index(dim) for dim in range(x.ndim)])
-    rest = [_whole_of(part, value, x) if isinstance(value, Tensor) else value for value in args[1:]]
+    rest = [_whole_of(part, value.expand(x.shape)) if isinstance(value, Tensor) else value for value in args[1:]]
     kernel(whole, *rest, **kwargs)
-    return x.copy_(whole.narrow(part.dim, part.start, x.shape[part.dim]))
+    return x.copy_(part.of(whole))
 
 
-def _whole_of(part: Part, own: Tensor, x: Tensor) -> Tensor:
+def _whole_of(part: Part, own: Tensor) -> Tensor:
     """Return the probabilities of a whole draw, of which those of other ranks do not matter."""
     whole = own.new_full(part.shape, 0.5)
-    whole.narrow(part.dim, part.start, x.shape[part.dim]).copy_(own.expand(x.shape))
-    return whole
+    places = part.of(torch.arange(whole.numel(), device=own.device).view(part.shape))
+    return whole.view(-1).index_copy(0, places.flatten(), own.flatten()).view(part.shape)
 
 
 def _is_dense(x: Tensor) -> bool:
@@ -375,7 +386,7 @@ class _Cost:
                 100 * share, _RANK,
             )  # fmt: skip
 
-    def add(self, seconds: float, part: Part, x: Tensor) -> None:
-        """Add the time of a draw, as far as it is for other ranks."""
+    def add(self, seconds: float) -> None:
+        """Add time that the parts of other ranks have taken."""
         if self._steps <= _TIMED:
-            self._spent += seconds * (1 - x.shape[part.dim] / max(part.shape[part.dim], 1))
+            self._spent += seconds

@@ -1,7 +1,8 @@
-"""Finds which dim of each random draw of a module has the rows of the batch.
+"""Finds how the shape of each random draw of a module follows from the sizes of a batch.
 
-The module runs twice without values: on the rows of a call, and on these rows twice. A dim of a draw that has doubled
-has the rows. A draw is known again by the lines of code that lead to it.
+The module runs without values: on a call's arguments, on their rows twice, and on fewer tokens. A dim of a draw that
+has doubled has the rows, and one that has become smaller has tokens. A draw is known again by the lines of code that
+lead to it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import functools
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType, MethodType
 from typing import Any, Self
@@ -22,8 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import meshwright
 from meshwright.errors import PlanError
 from meshwright.layout.tensor_layout import layout_if_any
-from meshwright.parallel.batch.items import BatchFormat
-from meshwright.parallel.batch.schema import BatchSchema
+from meshwright.parallel.batch.schema import TOKENS, BatchSchema
 from meshwright.parallel.fake_passes.fake_pass import run_again_without_values
 from meshwright.parallel.foreign_hooks import hook_tables
 from meshwright.parallel.method_chain import find_chain
@@ -33,55 +34,137 @@ from meshwright.roles.brought import codes_of
 Line = tuple[CodeType, int]  # a function, and the place in it
 Lines = tuple[Line, ...]  # those that lead to a draw, from the innermost
 _Shapes = dict[Lines, list[tuple[int, ...]]]  # of the draws at some lines, in their order
-Form = tuple[int, ...]  # for each dim of a draw: how many of its entries belong to each row; 0 without rows
 
 _LONGEST = 4  # of the functions that lead to a draw: its module, the block and the layer around it
 _FOLDERS = tuple(f"{Path(package.__file__ or '').parent}/" for package in (torch, meshwright))
 _CHOICE = torch.ops.aten._fused_sdp_choice.default  # which draws nothing
 
 
+@dataclass(frozen=True)
+class Dim:
+    """A dim of a draw on one device.
+
+    Args:
+        has_rows: whether it has the rows of the batch, each with as many entries; otherwise it is of every row.
+        fixed: the number of entries, of each row if it has the rows, that no size of the batch decides.
+        tokens: the input whose tokens decide the number of further entries; None if none does.
+        each: the number of entries for each of these tokens.
+    """
+
+    has_rows: bool
+    fixed: int
+    tokens: str | None = None
+    each: int = 0
+
+    def entries(self, lengths: Mapping[str, int]) -> int:
+        """Return the number of entries, of each row if the dim has the rows, for inputs of some lengths."""
+        return self.fixed + (0 if self.tokens is None else self.each * lengths[self.tokens])
+
+
+Form = tuple[Dim, ...]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of a batch.
+
+    Args:
+        rows: the number of rows.
+        lengths: the number of tokens of the first of the inputs with as many tokens, by its name.
+        others: the names of all inputs with tokens, and the sizes of what has none, apart from the rows.
+    """
+
+    rows: int
+    lengths: Mapping[str, int]
+    others: object
+
+    @classmethod
+    def of(cls, schema: BatchSchema) -> Sizes:
+        """Return the sizes of a batch."""
+        lengths: dict[str, int] = {}
+        names: dict[int, list[str]] = defaultdict(list)
+        others = []
+        for name, x in schema.tensors.items():
+            if _has_tokens(name, x, schema.rows):
+                names[x.shape[1]].append(name)
+            else:
+                others.append((name, tuple(x.shape[1:]) if len(x) == schema.rows else tuple(x.shape)))
+        for length, group in names.items():
+            lengths[group[0]] = length
+        return cls(schema.rows, lengths, (sorted(names.values()), others))
+
+
 class DrawSites:
     """The draws of a module that were seen so far, by the lines that lead to them.
+
+    Args:
+        wholes: for modules that have read the sizes of a rank's part: what they had read of the whole.
 
     Attributes:
         failure: why the module could not be run without values; None if it could.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, wholes: Mapping[nn.Module, Mapping[str, Any]]) -> None:
+        self.wholes = wholes
+        self._begin(None)
+
+    def _begin(self, others: object) -> None:
         self.failure: str | None = None
+        self._others = others
         self._forms: dict[Lines, set[Form | None]] = defaultdict(set)
         self._tried: set[Lines] = set()
 
-    def find(self, lines: Lines, shape: torch.Size) -> Form | None:
-        """Return the form of a draw at some lines; None if it is not known."""
+    def find(self, lines: Lines, ndim: int, sizes: Sizes) -> Form | None:
+        """Return the form of a draw at some lines in a batch of some sizes; None if it is not known."""
+        if sizes.others != self._others:
+            return None
         for count in range(len(lines), 0, -1):
             if (forms := self._forms.get(lines[:count])) is not None:
                 form = next(iter(forms)) if len(forms) == 1 else None
-                return form if form is not None and len(form) == len(shape) else None
+                return form if form is not None and len(form) == ndim else None
         return None
 
-    def observe(self, module: nn.Module, batch: dict[str, Any], format: BatchFormat, lines: Lines) -> bool:
+    def observe(self, module: nn.Module, schema: BatchSchema, sizes: Sizes, lines: Lines) -> bool:
         """Run a module without values, unless it has run for these lines before; return whether it ran.
 
         Args:
             module: the module, whose weights may be cut.
-            batch: the arguments of its call by name.
-            format: what the arguments mean.
+            schema: the arguments of its call.
+            sizes: their sizes.
             lines: those that lead to the draw that is not known yet. Hooks among them run too.
         """
+        if sizes.others != self._others:
+            self._begin(sizes.others)
         if lines in self._tried:
             return False
         self._tried.add(lines)
-        schema, twin = BatchSchema(batch, format), whole_twin(module, {code for code, _ in lines})
-        (once, self.failure), (twice, _) = (_draws_of(twin, given) for given in (batch, schema.twice()))
-        for place in once.keys() | twice.keys():
-            first, second = once[place], twice[place]
-            pairs = zip(first, second, strict=True) if len(first) == len(second) else [((), None)]
-            forms = {_form(own, other, schema.rows) for own, other in pairs}
+        twin = whole_twin(module, {code for code, _ in lines}, self.wholes)
+        once, self.failure = _draws_of(twin, schema.batch)
+        others = [_draws_of(twin, schema.twice())[0]]
+        names = [name for name, length in sizes.lengths.items() if length > 1]
+        others += [_draws_of(twin, _shorter(schema, sizes.lengths[name]))[0] for name in names]
+        for place, shapes in once.items():
+            seen = [other.get(place, ()) for other in others]
+            forms: set[Form | None] = {None}
+            if all(len(other) == len(shapes) for other in seen):
+                forms = {_form(own, again, sizes, names) for own, *again in zip(shapes, *seen, strict=True)}
             # Fewer lines are those of several draws, of which a pass that has ended early shows some.
             for count in range(1 if self.failure is None else len(place), len(place) + 1):
                 self._forms[place[:count]] |= forms
         return True
+
+
+def _has_tokens(name: str, x: Tensor, rows: int) -> bool:
+    is_of_rows = x.ndim > 1 and len(x) == rows
+    return is_of_rows and (name in TOKENS or (x.ndim == 2 and not x.is_floating_point()))
+
+
+def _shorter(schema: BatchSchema, length: int) -> dict[str, Any]:
+    """Return the arguments without the last token of the inputs that have so many."""
+    parts = {
+        name: x[:, :-1] for name, x in schema.tensors.items() if _has_tokens(name, x, schema.rows) and x.shape[1] == length
+    }
+    return {**schema.batch, **parts}
 
 
 def lines_to(frame: FrameType | None) -> Lines:
@@ -109,17 +192,36 @@ def _is_seen(code: CodeType) -> bool:
     return not code.co_filename.startswith(_FOLDERS) and code.co_name != "__call__"
 
 
-def _form(once: tuple[int, ...], twice: tuple[int, ...] | None, rows: int) -> Form | None:
-    """Return the form of a draw from its shapes for some rows and for twice as many; None if they do not show it."""
-    if twice is None or len(once) != len(twice):
+def _form(
+    once: tuple[int, ...], others: Sequence[tuple[int, ...]], sizes: Sizes, names: Sequence[str]
+) -> Form | None:
+    """Return the form of a draw; None if its shapes do not show it.
+
+    Args:
+        once: its shape in a batch.
+        others: its shapes for the rows twice, and without one token of each of the inputs.
+        sizes: the sizes of the batch.
+        names: the names of these inputs.
+    """
+    if any(len(shape) != len(once) for shape in others):
         return None
-    grown = [dim for dim, size in enumerate(once) if twice[dim] != size]
-    if len(grown) > 1 or any(once[dim] % rows or twice[dim] != 2 * once[dim] for dim in grown):
-        return None
-    return tuple(size // rows if dim in grown else 0 for dim, size in enumerate(once))
+    found = []
+    for dim, size in enumerate(once):
+        twice, *shorter = (shape[dim] for shape in others)
+        has_rows = twice != size
+        if has_rows and (size % sizes.rows or twice != 2 * size):
+            return None
+        entries, fewer = (size // sizes.rows, sizes.rows) if has_rows else (size, 1)
+        grown = {name: entries - other // fewer for name, other in zip(names, shorter, strict=True) if other != size}
+        if len(grown) > 1:
+            return None
+        tokens, each = next(iter(grown.items()), (None, 0))
+        fixed = entries - (0 if tokens is None else each * sizes.lengths[tokens])
+        found.append(Dim(has_rows, fixed, tokens, each))
+    return tuple(found) if sum(dim.has_rows for dim in found) < 2 else None
 
 
-def _draws_of(twin: nn.Module, batch: dict[str, Any]) -> tuple[_Shapes, str | None]:
+def _draws_of(twin: nn.Module, batch: Mapping[str, Any]) -> tuple[_Shapes, str | None]:
     """Return the shapes of what a module draws, and why the pass has ended early, if it has."""
     watch = _Watch()
     failures: list[str | None] = [None]
@@ -161,12 +263,15 @@ class _Watch(TorchDispatchMode):
         return result
 
 
-def whole_twin(root: nn.Module, hooked: set[CodeType]) -> nn.Module:
+def whole_twin(
+    root: nn.Module, hooked: set[CodeType], wholes: Mapping[nn.Module, Mapping[str, Any]]
+) -> nn.Module:
     """Return a module that runs the same code on whole weights without memory, and none of the runtime's.
 
     Args:
         root: the module.
         hooked: the code of the hooks that run in the twin too.
+        wholes: what modules have read of the whole, where they now have what they read of a rank's part.
     """
     twins: dict[int, Any] = {}
     made: dict[int, Tensor] = {}
@@ -196,7 +301,7 @@ def whole_twin(root: nn.Module, hooked: set[CodeType]) -> nn.Module:
         if id(module) in twins:
             return twins[id(module)]
         new = twins[id(module)] = object.__new__(type(module))
-        own, tables = vars(module), hook_tables(module)
+        own, tables = {**vars(module), **wholes.get(module, {})}, hook_tables(module)
         values = vars(new)
         for name, value in own.items():
             if any(value is table for table in tables):
