@@ -243,16 +243,18 @@ class DeviceDraws:
 
     def _part(self, current: _Pass, lines: Lines, x: Tensor) -> Part | None:
         """Return the part of a draw that this rank keeps; None if it is not known."""
-        schema, sizes, form = current.schema, current.sizes, None
-        for _ in range(2):
-            form = self._sites.find(lines, x.ndim, sizes)
-            if form is not None or not self._sites.observe(current.module, schema, sizes, lines):
-                break
-        if form is None or not _is_dense(x):
+        if not _is_dense(x):
             return None
-        return part_of(
-            form, x.shape, rows=current.rows, total=current.total, lengths=sizes.lengths, tp=self._mesh.tp
-        )
+        sizes, tp = current.sizes, self._mesh.tp
+        of = functools.partial(part_of, rows=current.rows, total=current.total, lengths=sizes.lengths, tp=tp)
+        for _ in range(2):
+            forms = self._sites.find(lines, sizes)
+            parts = {of(form, x.shape) for form in forms if form is not None and len(form) == x.ndim} - {None}
+            if len(parts) == 1 and None not in forms:
+                return parts.pop()
+            if not self._sites.observe(current.module, current.schema, sizes, lines):
+                return None
+        return None
 
     def _draw_apart(self, current: _Pass, lines: Lines, x: Tensor, generator: Generator, draw: Any) -> Any:
         """Draw for this rank's rows alone, from a stream of these rows."""

@@ -35,7 +35,7 @@ Line = tuple[CodeType, int]  # a function, and the place in it
 Lines = tuple[Line, ...]  # those that lead to a draw, from the innermost
 _Shapes = dict[Lines, list[tuple[int, ...]]]  # of the draws at some lines, in their order
 
-_LONGEST = 4  # of the functions that lead to a draw: its module, the block and the layer around it
+_LONGEST = 16  # of the functions that lead to a draw: its module, the block, the layer and the stack around it
 _FOLDERS = tuple(f"{Path(package.__file__ or '').parent}/" for package in (torch, meshwright))
 _CHOICE = torch.ops.aten._fused_sdp_choice.default  # which draws nothing
 
@@ -114,15 +114,13 @@ class DrawSites:
         self._forms: dict[Lines, set[Form | None]] = defaultdict(set)
         self._tried: set[Lines] = set()
 
-    def find(self, lines: Lines, ndim: int, sizes: Sizes) -> Form | None:
-        """Return the form of a draw at some lines in a batch of some sizes; None if it is not known."""
-        if sizes.others != self._others:
-            return None
-        for count in range(len(lines), 0, -1):
-            if (forms := self._forms.get(lines[:count])) is not None:
-                form = next(iter(forms)) if len(forms) == 1 else None
-                return form if form is not None and len(form) == ndim else None
-        return None
+    def find(self, lines: Lines, sizes: Sizes) -> set[Form | None]:
+        """Return the forms of the draws at some lines in a batch of some sizes, with None if some are not known."""
+        if sizes.others == self._others:
+            for count in range(len(lines), 0, -1):
+                if (forms := self._forms.get(lines[:count])) is not None:
+                    return forms
+        return {None}
 
     def observe(self, module: nn.Module, schema: BatchSchema, sizes: Sizes, lines: Lines) -> bool:
         """Run a module without values, unless it has run for these lines before; return whether it ran.
