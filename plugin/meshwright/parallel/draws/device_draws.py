@@ -57,10 +57,12 @@ class _Pass:
         total: the number of rows of the global batch.
         own: which of them this rank has.
         rows: which of them run now.
-        states: the states of the generators at the start.
+        states: the states of torch's generators at the start.
+        given: the program's own generators that the pass has drawn from, with their states before.
         thread: the thread that runs it.
         last: by kind of device, the digest of the generator's state after the last draw.
         drew: whether it has drawn.
+        is_seen: whether all that it has drawn was seen.
     """
 
     module: nn.Module
@@ -71,8 +73,10 @@ class _Pass:
     rows: range
     states: dict[str, Tensor]
     thread: int = field(default_factory=threading.get_ident)
+    given: dict[Generator, Tensor] = field(default_factory=dict)
     last: dict[str, bytes] = field(default_factory=dict)
     drew: bool = False
+    is_seen: bool = True
 
     @functools.cached_property
     def sizes(self) -> Sizes:
@@ -141,15 +145,35 @@ class DeviceDraws:
         self._is_known = True
         streams.is_on = not is_on
         self._pass: _Pass | None = None
-        self._told: set[object] = set()
-        self._moment = ""
-        self._is_compared = self._differs = False
+        self._told: set[str] = set()
+        self._moment, self._rows = "", 0
+        self._has_drawn = self._is_compared = self._differs = False
         self._cost = _Cost()
 
     @property
     def moment(self) -> str:
-        """What must be equal on all ranks before each step: the random state and the rows of the last pass."""
+        """What must be equal on all ranks before each step: the random state, and the rows of the last pass."""
         return self._moment if self.is_on else self._streams.moment
+
+    def look(self, device: torch.device, *, trains: bool) -> None:
+        """Look at the random state before a pass, which the ranks compare from the first pass on.
+
+        Args:
+            device: the device on which the pass draws.
+            trains: whether the pass trains, and so on all ranks.
+        """
+        tp = self._mesh.tp
+        if self.is_on and not self._is_compared and (trains or tp.size > 1) and self._guard is not None and self._guard.is_current:
+            self._is_compared = trains
+            states = [_digest(generator).hex() for generator in _generators(device).values()]
+            # Ranks of dp may evaluate unequally often.
+            group = None if trains else tp.group
+            self._differs = not self._guard.agree("torch's random state", *states, group=group)
+            if self._differs:
+                self._stop()
+        elif self.is_on and self._has_drawn and self._is_compared and (trains or tp.size > 1):
+            state = b"".join(_digest(generator) for generator in _generators(device).values()).hex()
+            self._moment = f"{state} after {self._rows} rows"
 
     @property
     def runs_here(self) -> bool:
@@ -168,8 +192,6 @@ class DeviceDraws:
         Returns:
             A function that ends the pass.
         """
-        if self.is_on and trains and not self._is_compared:
-            self._compare(device)
         if not self.is_on and not self._differs:
             return self._streams.enter_model(device, trains=trains)
         hand_draws_to(_process.draw, (torch.device("cpu"), device))
@@ -193,7 +215,7 @@ class DeviceDraws:
             if restore is not None:
                 restore()
             elif current.drew or any(_digest(g) != current.last[kind] for kind, g in _generators(device).items()):
-                self._end(current, trains=trains)
+                self._end(current)
 
         return end
 
@@ -206,6 +228,8 @@ class DeviceDraws:
         current.rows = range(low, max(low + 1, current.own.start + rows.stop))
         _process.first_row = low
         if rows.start:
+            for given, state in current.given.items():
+                given.set_state(state)
             for kind, generator in _generators(current.device).items():
                 generator.set_state(current.states[kind])
                 current.last[kind] = _digest_of(current.states[kind])
@@ -224,8 +248,11 @@ class DeviceDraws:
             )  # fmt: skip
             return kernel(*args, **kwargs)
         current.drew = True
-        x, generator = kwargs.get("out", args[0]), _generator(args, kwargs)
-        is_default = kwargs.get("generator") is None
+        state = _digest(generator := _generator(args, kwargs))
+        x, kind, is_default = kwargs.get("out", args[0]), generator.device.type, kwargs.get("generator") is None
+        if not is_default and generator not in current.given:
+            current.given[generator] = generator.get_state()
+        current.is_seen &= not is_default or state == current.last[kind]
         lines = lines_to(sys._getframe(1))
         part = self._part(current, lines, x)
         start = time.perf_counter()
@@ -234,11 +261,11 @@ class DeviceDraws:
         elif part.is_whole:
             drawn = kernel(*args, **kwargs)
         else:
-            _process.keep(current.last[generator.device.type] if is_default else _digest(generator), part)
+            _process.keep(state, part)
             drawn = _drawn(part, kernel, args, kwargs)
             self._cost.add((time.perf_counter() - start) * (1 - x.numel() / math.prod(part.shape)))
         if is_default:
-            current.last[generator.device.type] = _digest(generator)
+            current.last[kind] = _digest(generator)
         return drawn
 
     def _part(self, current: _Pass, lines: Lines, x: Tensor) -> Part | None:
@@ -260,7 +287,7 @@ class DeviceDraws:
         """Draw for this rank's rows alone, from a stream of these rows."""
         why = "" if self._sites.failure is None else f" ({self._sites.failure})"
         self._tell_once(
-            lines[:1],
+            "unplaced",
             "%s draws random numbers of shape %s, and it is not known which of them belong to which rows of the "
             "batch%s. So the ranks draw others than one device from the next pass on, and the losses are as good. To "
             "compare the two, draw numbers with a dim of the rows in the model's forward, or pass them to the model; "
@@ -276,21 +303,10 @@ class DeviceDraws:
         finally:
             generator.set_state(state)
 
-    def _compare(self, device: torch.device) -> None:
-        """Compare the random states of all ranks, from which they draw alike."""
-        self._is_compared = True
-        if self._guard is not None and self._guard.is_current:
-            states = [_digest(generator).hex() for generator in _generators(device).values()]
-            self._differs = not self._guard.agree("torch's random state", *states)
-            if self._differs:
-                self._stop()
-
-    def _end(self, current: _Pass, *, trains: bool) -> None:
-        if trains:
-            state = b"".join(map(_digest_of, current.states.values())).hex()
-            self._moment = f"{state} for {current.total} rows"
+    def _end(self, current: _Pass) -> None:
+        self._has_drawn, self._rows = True, current.total
         now = _generators(current.device)
-        if any(_digest(generator) != current.last[kind] for kind, generator in now.items()):
+        if not current.is_seen or any(_digest(generator) != current.last[kind] for kind, generator in now.items()):
             self._tell_once(
                 "unseen",
                 "the forward of %s draws random numbers inside of a kernel, such as an attention with dropout on CUDA "
@@ -307,7 +323,7 @@ class DeviceDraws:
         """Let the ranks draw from streams of their own from the next pass on."""
         self.is_on, self._streams.is_on = False, True
 
-    def _tell_once(self, about: object, text: str, *values: object) -> None:
+    def _tell_once(self, about: str, text: str, *values: object) -> None:
         if about not in self._told:
             self._told.add(about)
             if is_first_rank():

@@ -36,7 +36,8 @@ Lines = tuple[Line, ...]  # those that lead to a draw, from the innermost
 _Shapes = dict[Lines, list[tuple[int, ...]]]  # of the draws at some lines, in their order
 
 _LONGEST = 16  # of the functions that lead to a draw: its module, the block, the layer and the stack around it
-_FOLDERS = tuple(f"{Path(package.__file__ or '').parent}/" for package in (torch, meshwright))
+# The twin runs in a thread.
+_LEFT_OUT = *(f"{Path(package.__file__ or '').parent}/" for package in (torch, meshwright)), threading.__file__
 _CHOICE = torch.ops.aten._fused_sdp_choice.default  # which draws nothing
 
 
@@ -187,7 +188,7 @@ def words_for(lines: Lines) -> str:
 @functools.cache
 def _is_seen(code: CodeType) -> bool:
     # A layer's __call__ calls its forward at another line if backward computes the layer again.
-    return not code.co_filename.startswith(_FOLDERS) and code.co_name != "__call__"
+    return not code.co_filename.startswith(_LEFT_OUT) and code.co_name != "__call__"
 
 
 def _form(
@@ -254,8 +255,12 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if torch.Tag.nondeterministic_seeded in func.tags and func is not _CHOICE:
+        kwargs = kwargs or {}
+        is_draw = torch.Tag.nondeterministic_seeded in func.tags and func is not _CHOICE
+        if is_draw and kwargs.get("generator") is not None:
+            kwargs["generator"] = None  # with which torch has no form of some
+        result = func(*args, **kwargs)
+        if is_draw:
             drawn = result[0] if isinstance(result, tuple) else result
             self.found[lines_to(sys._getframe(1))].append(tuple(drawn.shape))
         return result
@@ -289,11 +294,16 @@ def whole_twin(
             return twin(value)
         if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module):
             return MethodType(value.__func__, twin(value.__self__))
-        if type(value) in (list, tuple) and any(isinstance(x, nn.Module) for x in value):
-            return type(value)(map(of, value))
-        if type(value) is dict and any(isinstance(x, nn.Module) for x in value.values()):
-            return {name: of(x) for name, x in value.items()}
-        return value
+        if type(value) is tuple:
+            return tuple(map(of, value))
+        if type(value) not in (list, dict) or id(value) in twins:
+            return twins.get(id(value), value)
+        copied = twins[id(value)] = type(value)()  # in which a forward may keep what it computes
+        if type(value) is list:
+            copied.extend(map(of, value))
+        else:
+            copied.update({name: of(x) for name, x in value.items()})
+        return copied
 
     def twin(module: nn.Module) -> Any:
         if id(module) in twins:
