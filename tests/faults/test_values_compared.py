@@ -256,7 +256,12 @@ NAMED = {
         EVERY,
         r"optimizer's counts of \S+: rank\(s\) 0 differ",
     ),
-    "another random stream": (other_stream, [DP2, TP2, {"pp": 2}], 1, r"random state\): \w+(\.| after )\d+( rows)? on rank 0"),
+    "another random stream": (
+        other_stream,
+        [DP2, TP2, {"pp": 2}],
+        1,
+        r"random state\): \w+(\.| after )\d+( rows)? on rank 0",
+    ),
     "a bit of a matrix": (flipped_matrix, [DP2], EVERY, r"layers.1.mlp.up_proj.weight: rank\(s\) 0 differ"),
 }
 

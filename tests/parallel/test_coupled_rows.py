@@ -56,7 +56,9 @@ def own_rows(batch: dict[str, Any]) -> dict[str, Any]:
     return {name: x[low : low + ROWS // 2] if isinstance(x, Tensor) else x for name, x in batch.items()}
 
 
-def step(plan: dict[str, Any], name: str, draws: Literal["device", "rank"] = "device") -> tuple[list[str], dict[str, Tensor]]:
+def step(
+    plan: dict[str, Any], name: str, draws: Literal["device", "rank"] = "device"
+) -> tuple[list[str], dict[str, Tensor]]:
     """What is logged in a step, and whole gradients."""
     with Float64(), logged(level=logging.WARNING) as said:
         model, batch = program(name)

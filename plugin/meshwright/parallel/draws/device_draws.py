@@ -163,7 +163,13 @@ class DeviceDraws:
             trains: whether the pass trains, and so on all ranks.
         """
         tp = self._mesh.tp
-        if self.is_on and not self._is_compared and (trains or tp.size > 1) and self._guard is not None and self._guard.is_current:
+        if (
+            self.is_on
+            and not self._is_compared
+            and (trains or tp.size > 1)
+            and self._guard is not None
+            and self._guard.is_current
+        ):
             self._is_compared = trains
             states = [_digest(generator).hex() for generator in _generators(device).values()]
             # Ranks of dp may evaluate unequally often.
@@ -334,7 +340,7 @@ def _drawn(part: Part, kernel: Call, args: tuple[Any, ...], kwargs: dict[str, An
     """Draw a whole tensor, and keep a part of it."""
     x: Tensor = args[0]
     # A kernel may draw in the order of the memory.
-    order = sorted(range(x.ndim), key=lambda dim: -x.stride(dim)) if not x.is_contiguous() else list(range(x.ndim))
+    order = sorted(range(x.ndim), key=x.stride, reverse=True) if not x.is_contiguous() else list(range(x.ndim))
     memory = x.new_empty([part.shape[dim] for dim in order])
     whole = memory.permute([order.index(dim) for dim in range(x.ndim)])
     rest = [_whole_of(part, value.expand(x.shape)) if isinstance(value, Tensor) else value for value in args[1:]]
@@ -379,7 +385,7 @@ def _digest(generator: Generator) -> bytes:
 
 
 def _digest_of(state: Tensor) -> bytes:
-    return xxhash.xxh3_64_digest(state.numpy())
+    return xxhash.xxh3_64_digest(memoryview(state.numpy()))
 
 
 class _Cost:

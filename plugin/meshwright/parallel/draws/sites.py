@@ -161,7 +161,9 @@ def _has_tokens(name: str, x: Tensor, rows: int) -> bool:
 def _shorter(schema: BatchSchema, length: int) -> dict[str, Any]:
     """Return the arguments without the last token of the inputs that have so many."""
     parts = {
-        name: x[:, :-1] for name, x in schema.tensors.items() if _has_tokens(name, x, schema.rows) and x.shape[1] == length
+        name: x[:, :-1]
+        for name, x in schema.tensors.items()
+        if _has_tokens(name, x, schema.rows) and x.shape[1] == length
     }
     return {**schema.batch, **parts}
 
@@ -191,9 +193,7 @@ def _is_seen(code: CodeType) -> bool:
     return not code.co_filename.startswith(_LEFT_OUT) and code.co_name != "__call__"
 
 
-def _form(
-    once: tuple[int, ...], others: Sequence[tuple[int, ...]], sizes: Sizes, names: Sequence[str]
-) -> Form | None:
+def _form(once: tuple[int, ...], others: Sequence[tuple[int, ...]], sizes: Sizes, names: Sequence[str]) -> Form | None:
     """Return the form of a draw; None if its shapes do not show it.
 
     Args:
@@ -266,9 +266,7 @@ class _Watch(TorchDispatchMode):
         return result
 
 
-def whole_twin(
-    root: nn.Module, hooked: set[CodeType], wholes: Mapping[nn.Module, Mapping[str, Any]]
-) -> nn.Module:
+def whole_twin(root: nn.Module, hooked: set[CodeType], wholes: Mapping[nn.Module, Mapping[str, Any]]) -> nn.Module:
     """Return a module that runs the same code on whole weights without memory, and none of the runtime's.
 
     Args:

@@ -182,4 +182,3 @@ class CoupledRows(BatchStep):
     def _loss(self, batch: dict[str, Any], seed: int = 0) -> Any:
         torch.manual_seed(seed)
         return loss_of(self.method(**batch))
-
