@@ -385,7 +385,7 @@ def _digest(generator: Generator) -> bytes:
 
 
 def _digest_of(state: Tensor) -> bytes:
-    return xxhash.xxh3_64_digest(memoryview(state.numpy()))
+    return xxhash.xxh3_64_digest(state.numpy().data)
 
 
 class _Cost:

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import meshwright
 from meshwright.errors import PlanError
 from meshwright.layout.tensor_layout import layout_if_any
 from meshwright.parallel.batch.schema import TOKENS, BatchSchema
@@ -37,7 +36,8 @@ _Shapes = dict[Lines, list[tuple[int, ...]]]  # of the draws at some lines, in t
 
 _LONGEST = 16  # of the functions that lead to a draw: its module, the block, the layer and the stack around it
 # The twin runs in a thread.
-_LEFT_OUT = *(f"{Path(package.__file__ or '').parent}/" for package in (torch, meshwright)), threading.__file__
+_LEFT_OUT = f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[2]}/", threading.__file__
+_RUNTIME = __name__.partition(".")[0]
 _CHOICE = torch.ops.aten._fused_sdp_choice.default  # which draws nothing
 
 
@@ -333,4 +333,4 @@ def whole_twin(root: nn.Module, hooked: set[CodeType], wholes: Mapping[nn.Module
 def _is_of_runtime(value: object) -> bool:
     """Return whether a module's attribute is the runtime's, such as the loss of the global batch."""
     named = value if hasattr(value, "__qualname__") else type(value)
-    return str(getattr(named, "__module__", "")).startswith(f"{meshwright.__name__}.")
+    return str(getattr(named, "__module__", "")).startswith(f"{_RUNTIME}.")
