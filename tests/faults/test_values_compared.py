@@ -260,7 +260,7 @@ NAMED = {
         other_stream,
         [DP2, TP2, {"pp": 2}],
         1,
-        r"random state\): \w+(\.| after )\d+( rows)? on rank 0",
+        r"random state, .*\): \w+(\.| after )\d+( rows)? on rank 0",
     ),
     "a bit of a matrix": (flipped_matrix, [DP2], EVERY, r"layers.1.mlp.up_proj.weight: rank\(s\) 0 differ"),
 }

@@ -31,7 +31,7 @@ from meshwright.mesh.axes import Mesh
 from meshwright.parallel.autograd_graph import in_backward
 from meshwright.parallel.batch.items import BatchFormat
 from meshwright.parallel.batch.schema import BatchSchema
-from meshwright.parallel.batch.share import BatchShare
+from meshwright.parallel.batch.share import share_of
 from meshwright.parallel.draws.kernels import Call, hand_draws_to
 from meshwright.parallel.draws.part import Part, part_of
 from meshwright.parallel.draws.sites import DrawSites, Lines, Sizes, lines_to, words_for
@@ -203,7 +203,7 @@ class DeviceDraws:
         hand_draws_to(_process.draw, (torch.device("cpu"), device))
         schema, dp = BatchSchema(batch, self._format), self._mesh.dp
         rows = schema.rows
-        share = BatchShare.of(batch.values())
+        share = share_of(batch.values())
         total = share.total if share is not None and share.held == rows else rows * dp.size
         low = min(dp.rank * total // dp.size, total - rows)
         own = range(low, low + rows)
