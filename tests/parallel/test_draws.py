@@ -15,7 +15,7 @@ import meshwright as mw
 from support.exact import Float64
 from support.logs import logged
 
-ROWS, LENGTH, WORDS, STEPS = 4, 11, 61, 3  # a length that two ranks of sp do not share evenly
+ROWS, LENGTH, WORDS, STEPS = 4, 11, 61, 2  # a length that two ranks of sp do not share evenly
 SIZES = {"vocab_size": WORDS, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
 
@@ -97,9 +97,8 @@ def clipped(model: nn.Module, most: float) -> Tensor:
 
 
 CASES = [
-    ("noisy", "dp2", 2), ("noisy", "dp2 zero2 ga2", 2), ("bert", "dp2 zero3", 2), ("bert", "tp2", 1),
-    ("bert", "tp2+sp", 1), ("gpt2", "dp2 mb1 recompute=full", 2), ("gpt2", "tp2+sp recompute=full", 1),
-    ("t5", "dp2", 2), ("t5", "tp2+sp ga2", 1),
+    ("noisy", "dp2 zero2 ga2", 2), ("bert", "dp2 zero3", 2), ("bert", "tp2", 1),
+    ("gpt2", "dp2 mb1 recompute=full", 2), ("t5", "tp2+sp ga2", 1),
 ]  # fmt: skip
 
 

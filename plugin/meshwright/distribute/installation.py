@@ -144,7 +144,6 @@ def install(build: Build, optimizer: Optimizer | None, *, seed: int) -> None:
         DeviceDraws(
             mesh=build.runtime.mesh,
             streams=streams,
-            guard=build.runtime.guard,
             format=build.runtime.features.get(BatchFormat),
             is_on=build.draws_as_one_device,
             wholes=build.wholes,

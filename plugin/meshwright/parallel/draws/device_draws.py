@@ -42,6 +42,7 @@ from meshwright.temporarily import temporarily
 logger = logging.getLogger(__name__)
 
 _MOST = 2**15  # draws whose parts are known again when backward computes a layer again
+_FIRST, _EVERY = 3, 50  # the first steps, in which the ranks compare their random states, and every so many
 _TIMED, _SHARE = 5, 0.02  # the first steps, and the part of their time of which a line tells
 _RANK = "ToDistributedConfig(draws='rank')"
 
@@ -124,7 +125,6 @@ class DeviceDraws:
     Args:
         mesh: the axes.
         streams: the streams from which ranks draw where ``is_on`` is False.
-        guard: the guard, by which the ranks compare their random states; None on one process.
         format: what the inputs of the model mean.
         is_on: whether the ranks draw as one device does.
         wholes: for modules that have read the sizes of a rank's part: what they had read of the whole.
@@ -135,56 +135,52 @@ class DeviceDraws:
         *,
         mesh: Mesh,
         streams: DropoutStreams,
-        guard: Guard | None,
         format: BatchFormat,
         is_on: bool,
         wholes: Mapping[nn.Module, Mapping[str, Any]],
     ) -> None:
-        self.is_on, self._mesh, self._streams, self._guard, self._format = is_on, mesh, streams, guard, format
+        self.is_on, self._mesh, self._streams, self._format = is_on, mesh, streams, format
         self._sites = DrawSites(wholes)
         self._is_known = True
         streams.is_on = not is_on
         self._pass: _Pass | None = None
         self._told: set[str] = set()
-        self._moment, self._rows = "", 0
-        self._has_drawn = self._is_compared = self._differs = False
+        self._moment, self._rows, self._passes = "", 0, 0
+        self._compares, self._has_drawn, self._differs = is_on, False, False
         self._cost = _Cost()
 
     @property
     def moment(self) -> str:
-        """What must be equal on all ranks before each step: the random state, and the rows of the last pass."""
+        """What must be equal on all ranks before each step."""
         return self._moment if self.is_on else self._streams.moment
-
-    def look(self, device: torch.device, *, trains: bool) -> None:
-        """Look at the random state before a pass, which the ranks compare from the first pass on.
-
-        Args:
-            device: the device on which the pass draws.
-            trains: whether the pass trains, and so on all ranks.
-        """
-        tp = self._mesh.tp
-        if (
-            self.is_on
-            and not self._is_compared
-            and (trains or tp.size > 1)
-            and self._guard is not None
-            and self._guard.is_current
-        ):
-            self._is_compared = trains
-            states = [_digest(generator).hex() for generator in _generators(device).values()]
-            # Ranks of dp may evaluate unequally often.
-            group = None if trains else tp.group
-            self._differs = not self._guard.agree("torch's random state", *states, group=group)
-            if self._differs:
-                self._stop()
-        elif self.is_on and self._has_drawn and self._is_compared and (trains or tp.size > 1):
-            state = b"".join(_digest(generator) for generator in _generators(device).values()).hex()
-            self._moment = f"{state} after {self._rows} rows"
 
     @property
     def runs_here(self) -> bool:
         """Whether a pass runs, on this thread."""
         return self._pass is not None and self._pass.thread == threading.get_ident()
+
+    def look(self, guard: Guard, device: torch.device, *, trains: bool) -> None:
+        """Compare the random states of the ranks before a pass: in the first passes and every few steps.
+
+        Args:
+            guard: the guard.
+            device: the device on which the pass draws.
+            trains: whether the pass trains, and so on all ranks.
+        """
+        tp = self._mesh.tp
+        self._passes += trains
+        is_first = self._passes == trains
+        # Ranks of dp may evaluate unequally often.
+        is_due = (is_first and tp.size > 1) if not trains else self._passes <= _FIRST or self._passes % _EVERY == 0
+        state = b"".join(map(_digest, _generators(device).values())).hex() if is_first or self._has_drawn else ""
+        if self._compares and is_due and guard.is_current:
+            text = f"{state} after {self._rows} rows" if self.is_on else "ranks draw for themselves"
+            if not guard.agree("torch's random state", text, group=None if trains else tp.group):
+                self._differs = True
+                self._stop()
+            self._compares &= self.is_on
+        # Ranks of tp hold the same activations, and draw the same for these in every pass.
+        self._moment = f"{state} after {self._rows} rows" if tp.size > 1 and not is_first else ""
 
     def enter_model(self, module: nn.Module, batch: dict[str, Any], device: torch.device, *, trains: bool) -> Restore:
         """Begin a forward pass.
@@ -247,9 +243,10 @@ class DeviceDraws:
         if not self.is_on:
             self._tell_once(
                 "states",
-                "the forward of %s draws random numbers, and torch's random states differ between the ranks, so the "
-                "ranks draw others than one device. Seed all ranks alike, torch.manual_seed(0), before the first "
-                "step; or pass %s, which says nothing",
+                "the forward of %s draws random numbers, and the ranks differ in torch's random state or in the number "
+                "of their rows, so they draw others than one device. Seed all ranks alike, torch.manual_seed(0), draw "
+                "on all ranks alike between the steps, and take batches from the loader; or pass %s, which says "
+                "nothing",
                 type(current.module).__name__, _RANK,
             )  # fmt: skip
             return kernel(*args, **kwargs)
