@@ -143,6 +143,6 @@ def told(kind: str, draws: str = "device") -> list[str]:
 def test_draws_that_are_not_those_of_one_device_are_told_of_once(pool2: Any) -> None:
     words = {"values": "Unplaced.forward, test_draws.py:", "kernel": "inside of a kernel", "seeds": "Seed all ranks"}
     for kind, word in words.items():
-        (first, second), quiet = pool2.run(told, kind), pool2.run(told, kind, "rank")
-        assert len(first) == 1 and word in first[0] and "draws='rank'" in first[0] and not second, first
+        said, quiet = pool2.run(told, kind), pool2.run(told, kind, "rank")
+        assert said[0] == said[1] and len(said[0]) == 1 and word in said[0][0] and "draws='rank'" in said[0][0], said
         assert quiet == [[], []]

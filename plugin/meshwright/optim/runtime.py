@@ -180,6 +180,8 @@ class Runtime:
             self.guard.meet(BACKWARD, axis.group)
             return
         self.guard.meet(BACKWARD, axis.group, self.comparison.statement(), self.comparison.losses.statement())
+        if self.comparison.draws is not None:
+            self.comparison.draws.meet_over(self.guard, axis)
         self.comparison.compare_weights(axis)
 
     def compare_before_save(self) -> None:

@@ -27,7 +27,7 @@ import xxhash
 from torch import Generator, Tensor, nn
 
 from meshwright.faults.guard import Guard
-from meshwright.mesh.axes import Mesh
+from meshwright.mesh.axes import Axis, Mesh
 from meshwright.parallel.autograd_graph import in_backward
 from meshwright.parallel.batch.items import BatchFormat
 from meshwright.parallel.batch.schema import BatchSchema
@@ -53,36 +53,57 @@ class _Pass:
 
     Args:
         module: what was called.
-        schema: its arguments.
+        batch: its arguments by name.
+        format: what they mean.
         device: the device on which it draws.
-        total: the number of rows of the global batch.
-        own: which of them this rank has.
-        rows: which of them run now.
+        dp: the axis over which the rows of the global batch are split.
         states: the states of torch's generators at the start.
         given: the program's own generators that the pass has drawn from, with their states before.
         thread: the thread that runs it.
         last: by kind of device, the digest of the generator's state after the last draw.
+        part: which of this rank's rows run now; None for all.
         drew: whether it has drawn.
         is_seen: whether all that it has drawn was seen.
     """
 
     module: nn.Module
-    schema: BatchSchema
+    batch: dict[str, Any]
+    format: BatchFormat
     device: torch.device
-    total: int
-    own: range
-    rows: range
+    dp: Axis
     states: dict[str, Tensor]
+    last: dict[str, bytes]
     thread: int = field(default_factory=threading.get_ident)
     given: dict[Generator, Tensor] = field(default_factory=dict)
-    last: dict[str, bytes] = field(default_factory=dict)
+    part: range | None = None
     drew: bool = False
     is_seen: bool = True
+
+    @functools.cached_property
+    def schema(self) -> BatchSchema:
+        """What the arguments hold."""
+        return BatchSchema(self.batch, self.format)
 
     @functools.cached_property
     def sizes(self) -> Sizes:
         """The sizes of the arguments."""
         return Sizes.of(self.schema)
+
+    @functools.cached_property
+    def total(self) -> int:
+        """The number of rows of the global batch."""
+        share, rows = share_of(self.batch.values()), self.schema.rows
+        return share.total if share is not None and share.held == rows else rows * self.dp.size
+
+    @property
+    def rows(self) -> range:
+        """The rows of the global batch that run now."""
+        held = self.schema.rows
+        first = min(self.dp.rank * self.total // self.dp.size, self.total - held)
+        if self.part is None:
+            return range(first, first + held)
+        low = min(self.part.start, held - 1)  # a micro-batch without rows has one that does not count
+        return range(first + low, first + max(low + 1, self.part.stop))
 
 
 class _Process:
@@ -90,21 +111,29 @@ class _Process:
 
     def __init__(self) -> None:
         self.running: DeviceDraws | None = None  # of the innermost pass that runs
-        # By the first row of a micro-batch and the generator's state before a draw: the part of the draw. Backward
-        # computes a layer again from the same state.
-        self.parts: dict[tuple[int, bytes], Part] = {}
+        # By the generator's state before a draw and the first row of a micro-batch: the part of the draw. Backward
+        # computes a layer again from the same state. The micro-batches of a pass begin from one state.
+        self.parts: dict[bytes, dict[int, Part]] = {}
         self.first_row = 0  # of the micro-batch that runs forward or backward
 
     def keep(self, state: bytes, part: Part) -> None:
         while len(self.parts) >= _MOST:
             del self.parts[next(iter(self.parts))]
-        self.parts[self.first_row, state] = part
+        of_state = self.parts.setdefault(state, {})
+        of_state.pop(self.first_row, None)
+        of_state[self.first_row] = part
+
+    def kept(self, state: bytes) -> Part | None:
+        """Return the part of a draw from a state; of several, that of the micro-batch that runs, or the last one."""
+        of_state = self.parts.get(state, {})
+        last = next(reversed(of_state), self.first_row)
+        return of_state.get(self.first_row, of_state.get(last))
 
     def draw(self, kernel: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a draw of this process."""
         if in_backward():
-            known = self.parts and self.parts.get((self.first_row, _digest(_generator(args, kwargs))))
-            return _drawn(known, kernel, args, kwargs) if known else kernel(*args, **kwargs)
+            part = self.kept(_digest(_generator(args, kwargs))) if self.parts else None
+            return kernel(*args, **kwargs) if part is None else _drawn(part, kernel, args, kwargs)
         running = self.running
         if running is None or not running.runs_here:
             return kernel(*args, **kwargs)
@@ -145,7 +174,9 @@ class DeviceDraws:
         streams.is_on = not is_on
         self._pass: _Pass | None = None
         self._told: set[str] = set()
-        self._moment, self._rows, self._passes = "", 0, 0
+        self._state: str | None = None  # before the last pass
+        self._moment, self._rows = "", 0
+        self._meetings: dict[str, int] = {}
         self._compares, self._has_drawn, self._differs = is_on, False, False
         self._cost = _Cost()
 
@@ -159,28 +190,40 @@ class DeviceDraws:
         """Whether a pass runs, on this thread."""
         return self._pass is not None and self._pass.thread == threading.get_ident()
 
-    def look(self, guard: Guard, device: torch.device, *, trains: bool) -> None:
-        """Compare the random states of the ranks before a pass: in the first passes and every few steps.
+    def look(self, guard: Guard, device: torch.device) -> None:
+        """Look at the random state before a pass. Ranks of tp hold the same activations, and draw the same for these.
 
         Args:
             guard: the guard.
             device: the device on which the pass draws.
-            trains: whether the pass trains, and so on all ranks.
         """
-        tp = self._mesh.tp
-        self._passes += trains
-        is_first = self._passes == trains
-        # Ranks of dp may evaluate unequally often.
-        is_due = (is_first and tp.size > 1) if not trains else self._passes <= _FIRST or self._passes % _EVERY == 0
-        state = b"".join(map(_digest, _generators(device).values())).hex() if is_first or self._has_drawn else ""
-        if self._compares and is_due and guard.is_current:
-            text = f"{state} after {self._rows} rows" if self.is_on else "ranks draw for themselves"
-            if not guard.agree("torch's random state", text, group=None if trains else tp.group):
-                self._differs = True
-                self._stop()
-            self._compares &= self.is_on
-        # Ranks of tp hold the same activations, and draw the same for these in every pass.
-        self._moment = f"{state} after {self._rows} rows" if tp.size > 1 and not is_first else ""
+        if not self.is_on:
+            return
+        tp, is_first = self._mesh.tp, self._state is None
+        self._state = b"".join(map(_digest, _generators(device).values())).hex()
+        if tp.size > 1 and is_first and guard.is_current:
+            self._compare(guard, tp, self._state)
+        self._moment = f"{self._state} after {self._rows} rows" if tp.size > 1 and self._has_drawn else ""
+
+    def meet_over(self, guard: Guard, axis: Axis) -> None:
+        """Compare what ranks draw from and for how many rows, where they reduce their gradients: in the first steps
+        and every few steps. Ranks of dp may have run unequally many passes before.
+
+        Args:
+            guard: the guard.
+            axis: the axis of the ranks.
+        """
+        if self._compares and guard.is_current:
+            self._meetings[axis.name] = count = self._meetings.get(axis.name, 0) + 1
+            if count <= _FIRST or count % _EVERY == 0:
+                drawn = f"{self._state} for {self._rows} rows" if self._has_drawn else "nothing"
+                self._compare(guard, axis, drawn if self.is_on else "for itself")
+
+    def _compare(self, guard: Guard, axis: Axis, text: str) -> None:
+        if not guard.agree("what the forward draws", text, group=axis.group):
+            self._differs = True
+            self._stop()
+        self._compares &= self.is_on
 
     def enter_model(self, module: nn.Module, batch: dict[str, Any], device: torch.device, *, trains: bool) -> Restore:
         """Begin a forward pass.
@@ -197,18 +240,12 @@ class DeviceDraws:
         if not self.is_on and not self._differs:
             return self._streams.enter_model(device, trains=trains)
         hand_draws_to(_process.draw, (torch.device("cpu"), device))
-        schema, dp = BatchSchema(batch, self._format), self._mesh.dp
-        rows = schema.rows
-        share = share_of(batch.values())
-        total = share.total if share is not None and share.held == rows else rows * dp.size
-        low = min(dp.rank * total // dp.size, total - rows)
-        own = range(low, low + rows)
         restore = None if self.is_on else self._streams.enter_model(device, trains=trains)
         states = {kind: generator.get_state() for kind, generator in _generators(device).items()}
-        current = _Pass(module, schema, device, total, own, own, states)
-        current.last = {kind: _digest_of(state) for kind, state in states.items()}
+        last = {kind: _digest_of(state) for kind, state in states.items()}
+        current = _Pass(module, batch, self._format, device, self._mesh.dp, states, last)
         before, self._pass = self._pass, current
-        outer, _process.running, _process.first_row = _process.running, self, low
+        outer, _process.running, _process.first_row = _process.running, self, 0
         if trains:
             self._cost.begin()
 
@@ -226,9 +263,7 @@ class DeviceDraws:
         current = self._pass
         if current is None or not self.is_on:
             return
-        low = min(current.own.start + rows.start, current.own.stop - 1)
-        current.rows = range(low, max(low + 1, current.own.start + rows.stop))
-        _process.first_row = low
+        current.part, _process.first_row = rows, rows.start
         if rows.start:
             for given, state in current.given.items():
                 given.set_state(state)
@@ -249,6 +284,7 @@ class DeviceDraws:
                 "nothing",
                 type(current.module).__name__, _RANK,
             )  # fmt: skip
+            self._differs = False
             return kernel(*args, **kwargs)
         current.drew = True
         state = _digest(generator := _generator(args, kwargs))
@@ -329,8 +365,7 @@ class DeviceDraws:
     def _tell_once(self, about: str, text: str, *values: object) -> None:
         if about not in self._told:
             self._told.add(about)
-            if is_first_rank():
-                logger.warning(text, *values)
+            logger.warning(text, *values)  # perhaps on this rank alone; equal texts are printed once
 
 
 def _drawn(part: Part, kernel: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -11,8 +11,8 @@ import functools
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType, MethodType
 from typing import Any, Self
@@ -77,7 +77,7 @@ class Sizes:
 
     rows: int
     lengths: Mapping[str, int]
-    others: object
+    others: Hashable
 
     @classmethod
     def of(cls, schema: BatchSchema) -> Sizes:
@@ -92,7 +92,15 @@ class Sizes:
                 others.append((name, tuple(x.shape[1:]) if len(x) == schema.rows else tuple(x.shape)))
         for length, group in names.items():
             lengths[group[0]] = length
-        return cls(schema.rows, lengths, (sorted(names.values()), others))
+        return cls(schema.rows, lengths, (tuple(sorted(map(tuple, names.values()))), tuple(others)))
+
+
+@dataclass
+class _Seen:
+    """The draws of a module in batches of one kind: their forms, and the lines for which it was run."""
+
+    forms: dict[Lines, set[Form | None]] = field(default_factory=lambda: defaultdict(set))
+    tried: set[Lines] = field(default_factory=set)
 
 
 class DrawSites:
@@ -107,20 +115,15 @@ class DrawSites:
 
     def __init__(self, wholes: Mapping[nn.Module, Mapping[str, Any]]) -> None:
         self.wholes = wholes
-        self._begin(None)
-
-    def _begin(self, others: object) -> None:
         self.failure: str | None = None
-        self._others = others
-        self._forms: dict[Lines, set[Form | None]] = defaultdict(set)
-        self._tried: set[Lines] = set()
+        self._seen: dict[Hashable, _Seen] = defaultdict(_Seen)
 
     def find(self, lines: Lines, sizes: Sizes) -> set[Form | None]:
         """Return the forms of the draws at some lines in a batch of some sizes, with None if some are not known."""
-        if sizes.others == self._others:
-            for count in range(len(lines), 0, -1):
-                if (forms := self._forms.get(lines[:count])) is not None:
-                    return forms
+        found = self._seen[sizes.others].forms
+        for count in range(len(lines), 0, -1):
+            if (forms := found.get(lines[:count])) is not None:
+                return forms
         return {None}
 
     def observe(self, module: nn.Module, schema: BatchSchema, sizes: Sizes, lines: Lines) -> bool:
@@ -132,24 +135,23 @@ class DrawSites:
             sizes: their sizes.
             lines: those that lead to the draw that is not known yet. Hooks among them run too.
         """
-        if sizes.others != self._others:
-            self._begin(sizes.others)
-        if lines in self._tried:
+        seen = self._seen[sizes.others]
+        if lines in seen.tried:
             return False
-        self._tried.add(lines)
+        seen.tried.add(lines)
         twin = whole_twin(module, {code for code, _ in lines}, self.wholes)
         once, self.failure = _draws_of(twin, schema.batch)
         others = [_draws_of(twin, schema.twice())[0]]
         names = [name for name, length in sizes.lengths.items() if length > 1]
         others += [_draws_of(twin, _shorter(schema, sizes.lengths[name]))[0] for name in names]
         for place, shapes in once.items():
-            seen = [other.get(place, ()) for other in others]
+            again = [other.get(place, ()) for other in others]
             forms: set[Form | None] = {None}
-            if all(len(other) == len(shapes) for other in seen):
-                forms = {_form(own, again, sizes, names) for own, *again in zip(shapes, *seen, strict=True)}
+            if all(len(other) == len(shapes) for other in again):
+                forms = {_form(own, rest, sizes, names) for own, *rest in zip(shapes, *again, strict=True)}
             # Fewer lines are those of several draws, of which a pass that has ended early shows some.
             for count in range(1 if self.failure is None else len(place), len(place) + 1):
-                self._forms[place[:count]] |= forms
+                seen.forms[place[:count]] |= forms
         return True
 
 

@@ -204,7 +204,7 @@ class ForwardState:
     ) -> None:
         if trains:
             guard.begin_step()
-        self.draws.look(guard, device, trains=trains)
+        self.draws.look(guard, device)
         place = "forward pass" if trains else EVALUATION
         statements = () if self.comparison is None else (self.comparison.statement_before_forward(),)
         of_batch = (batch,) if trains and (batch := taken()) is not None else ()
