@@ -26,6 +26,7 @@ import torch
 import xxhash
 from torch import Generator, Tensor, nn
 
+from meshwright.errors import PlanError
 from meshwright.faults.guard import Guard
 from meshwright.mesh.axes import Axis, Mesh
 from meshwright.parallel.autograd_graph import in_backward
@@ -62,6 +63,7 @@ class _Pass:
         thread: the thread that runs it.
         last: by kind of device, the digest of the generator's state after the last draw.
         part: which of this rank's rows run now; None for all.
+        carries: whether the states of the generators cross from stage to stage of a pipeline with the activations.
         drew: whether it has drawn.
         is_seen: whether all that it has drawn was seen.
     """
@@ -76,6 +78,7 @@ class _Pass:
     thread: int = field(default_factory=threading.get_ident)
     given: dict[Generator, Tensor] = field(default_factory=dict)
     part: range | None = None
+    carries: bool = False
     drew: bool = False
     is_seen: bool = True
 
@@ -200,10 +203,12 @@ class DeviceDraws:
         if not self.is_on:
             return
         tp, is_first = self._mesh.tp, self._state is None
+        has_copies = tp.size * self._mesh.pp.size > 1
         self._state = b"".join(map(_digest, _generators(device).values())).hex()
-        if tp.size > 1 and is_first and guard.is_current:
-            self._compare(guard, tp, self._state)
-        self._moment = f"{self._state} after {self._rows} rows" if tp.size > 1 and self._has_drawn else ""
+        for axis in (tp, self._mesh.pp):
+            if axis.size > 1 and is_first and guard.is_current:
+                self._compare(guard, axis, self._state)
+        self._moment = f"{self._state} after {self._rows} rows" if has_copies and self._has_drawn else ""
 
     def meet_over(self, guard: Guard, axis: Axis) -> None:
         """Compare what ranks draw from and for how many rows, where they reduce their gradients: in the first steps
@@ -253,7 +258,11 @@ class DeviceDraws:
             _process.running, self._pass = outer, before
             if restore is not None:
                 restore()
-            elif current.drew or any(_digest(g) != current.last[kind] for kind, g in _generators(device).items()):
+            elif (
+                current.drew
+                or current.carries
+                or any(_digest(g) != current.last[kind] for kind, g in _generators(device).items())
+            ):
                 self._end(current)
 
         return end
@@ -263,13 +272,47 @@ class DeviceDraws:
         current = self._pass
         if current is None or not self.is_on:
             return
-        current.part, _process.first_row = rows, rows.start
-        if rows.start:
-            for given, state in current.given.items():
-                given.set_state(state)
-            for kind, generator in _generators(current.device).items():
-                generator.set_state(current.states[kind])
-                current.last[kind] = _digest_of(current.states[kind])
+        current.part = rows
+        self.begin_backward(rows)
+        for given, state in current.given.items():
+            given.set_state(state)
+        self._set(current, current.states)
+
+    def begin_backward(self, rows: range) -> None:
+        """Begin the backward of a micro-batch, which may compute layers again."""
+        _process.first_row = rows.start
+
+    def begin_stages(self) -> Tensor | None:
+        """Return what crosses the stages of a pipeline in the running pass, if it draws: the states of the generators.
+
+        Each stage draws for its own layers, beginning with the states that the stage before has left.
+        """
+        current = self._pass
+        if current is not None and self.is_on:
+            current.carries = self._sites.are_any(current.module, current.schema, current.sizes)
+        return self.state
+
+    @property
+    def state(self) -> Tensor | None:
+        """The states of the generators, as numbers, in a pass in which they cross stages; in others None."""
+        current = self._pass
+        if current is None or not current.carries:
+            return None
+        states = [generator.get_state() for generator in _generators(current.device).values()]
+        return torch.cat(states).view(torch.int64).to(current.device)
+
+    def resume(self, state: Tensor) -> None:
+        """Go on from the states of another rank."""
+        current = self._pass
+        assert current is not None
+        sizes = [len(own) for own in current.states.values()]
+        parts = state.cpu().view(torch.uint8).split(sizes)
+        self._set(current, dict(zip(current.states, parts, strict=True)))
+
+    def _set(self, current: _Pass, states: Mapping[str, Tensor]) -> None:
+        for kind, generator in _generators(current.device).items():
+            generator.set_state(states[kind].clone())
+            current.last[kind] = _digest_of(states[kind])
 
     def draw(self, kernel: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a draw of the running pass."""
@@ -286,6 +329,12 @@ class DeviceDraws:
             )  # fmt: skip
             self._differs = False
             return kernel(*args, **kwargs)
+        if self._mesh.pp.size > 1 and not current.carries:
+            raise PlanError(
+                f"{words_for(lines_to(sys._getframe(1)))} draws random numbers where a pass without values has drawn "
+                "none. Each stage of a pipeline runs some of the layers, so it is not known what one device has drawn "
+                f"before. Use {_RANK}, or pp=1"
+            )
         current.drew = True
         state = _digest(generator := _generator(args, kwargs))
         x, kind, is_default = kwargs.get("out", args[0]), generator.device.type, kwargs.get("generator") is None
@@ -357,6 +406,11 @@ class DeviceDraws:
             self._is_known = False
         if not self._is_known:
             self._stop()
+            if self._mesh.pp.size > 1:
+                raise PlanError(
+                    "a stage of a pipeline has drawn random numbers that are not those of one device, as a warning "
+                    f"says, and the stages draw together. Use {_RANK}, or pp=1"
+                )
 
     def _stop(self) -> None:
         """Let the ranks draw from streams of their own from the next pass on."""
