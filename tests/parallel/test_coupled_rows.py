@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -56,11 +56,14 @@ def own_rows(batch: dict[str, Any]) -> dict[str, Any]:
     return {name: x[low : low + ROWS // 2] if isinstance(x, Tensor) else x for name, x in batch.items()}
 
 
-def step(plan: dict[str, Any], name: str) -> tuple[list[str], dict[str, Tensor]]:
+def step(
+    plan: dict[str, Any], name: str, draws: Literal["device", "rank"] = "device"
+) -> tuple[list[str], dict[str, Tensor]]:
     """What is logged in a step, and whole gradients."""
     with Float64(), logged(level=logging.WARNING) as said:
         model, batch = program(name)
-        model = mw.to_distributed(model.double(), plan=mw.ParallelPlan(**plan))[0]
+        config = mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan), draws=draws)
+        model = mw.to_distributed(model.double(), config=config)[0]
         batch["pixel_values"] = batch["pixel_values"].double()
         model(**own_rows(batch)).loss.backward()
     return said, mw.full_gradients(model)
@@ -101,7 +104,7 @@ def test_a_mean_over_chosen_patches_is_told_of_and_exact_where_they_are_as_many(
 
 
 def test_random_draws_of_a_forward_are_told_of(pool2: Any) -> None:
-    (first, _), (second, _) = pool2.run(step, {"dp": 2}, "random")
+    (first, _), (second, _) = pool2.run(step, {"dp": 2}, "random", "rank")
     assert len(first) == 1 and "draws random numbers" in first[0] and not second, first
 
 

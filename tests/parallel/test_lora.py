@@ -310,7 +310,7 @@ def dropped(plan: dict[str, Any], *, recompute: bool) -> tuple[dict[str, Tensor]
     with Float64():
         model = adapted(settings={"lora_dropout": 0.5})
         options = mw.ParallelPlan(**plan, recompute="full" if recompute else "none")
-        model, _, _ = mw.to_distributed(model, config=mw.ToDistributedConfig(plan=options))
+        model, _, _ = mw.to_distributed(model, config=mw.ToDistributedConfig(plan=options, draws="rank"))
         masks: dict[str, Tensor] = {}
         for name, module in model.named_modules():
             if name.endswith("lora_dropout.default"):

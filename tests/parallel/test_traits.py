@@ -140,7 +140,8 @@ def test_the_table_of_refused_arguments_is_in_the_docs() -> None:
 def dropout_masks(plan: dict[str, Any]) -> dict[str, list[torch.Tensor]]:
     """The zeros that each dropout of a layer draws, as this rank sees them."""
     torch.manual_seed(dist.get_rank())  # an unseeded script: every process has a state of its own
-    model = distributed("phi3", plan, resid_pdrop=0.5, attention_dropout=0.5, attn_implementation="eager")
+    dropout = {"resid_pdrop": 0.5, "attention_dropout": 0.5}
+    model = distributed("phi3", plan, config={"draws": "rank"}, **dropout, attn_implementation="eager")
     masks: dict[str, list[torch.Tensor]] = {"residual": [], "attention": []}
     layer = model.model.layers[0]
     layer.resid_attn_dropout.register_forward_hook(lambda m, args, out: masks["residual"].append(out == 0))

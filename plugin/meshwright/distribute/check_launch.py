@@ -16,7 +16,7 @@ from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.plan.foreign_names import NO_SCALER
 
 # The options of ToDistributedConfig that decide which collectives run; others, such as a folder, may differ by rank.
-_OF_ALL_RANKS = ("gather_logits", "token_dispatcher", "bucket_size_mb", "compile", "check_replicas_every")
+_OF_ALL_RANKS = ("gather_logits", "token_dispatcher", "bucket_size_mb", "compile", "check_replicas_every", "draws")
 
 
 def check_devices(device_num: int | None, node_num: int | None) -> None:

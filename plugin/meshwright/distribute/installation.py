@@ -27,6 +27,7 @@ from meshwright.optim.state_dicts import guard_model
 from meshwright.optim.zero.zero3_layers import ShardedWeights
 from meshwright.parallel.batch.items import BatchFormat
 from meshwright.parallel.collectives import agree
+from meshwright.parallel.draws.device_draws import DeviceDraws
 from meshwright.parallel.dropout_streams import DropoutStreams, dropout_seed
 from meshwright.parallel.shards.reads import reading_shards
 from meshwright.parallel.tensor_parallel.apply import guard_shards, share_partial_gradients
@@ -138,7 +139,16 @@ def install(build: Build, optimizer: Optimizer | None, *, seed: int) -> None:
     """
     build = build.with_optimizer(optimizer)
     build.runtime.features.add(BatchFormat.of(getattr(build.decoder, "config", None), build.config.batch_dims))
-    build.runtime.features.add(DropoutStreams(mesh=build.runtime.mesh, seed=seed))
+    streams = build.runtime.features.add(DropoutStreams(mesh=build.runtime.mesh, seed=seed))
+    build.runtime.features.add(
+        DeviceDraws(
+            mesh=build.runtime.mesh,
+            streams=streams,
+            format=build.runtime.features.get(BatchFormat),
+            is_on=build.draws_as_one_device,
+            wholes=build.wholes,
+        )
+    )
     done: list[Callable[[Build], None]] = []
     for feature in FEATURES:
         assert set(feature.after) <= set(done), f"{feature.install.__name__} is installed too early"
@@ -220,7 +230,7 @@ class _Copier:
         model = copy.deepcopy(self.model, memo)
         new.features = copy.deepcopy(self.runtime.features, memo)
         if new.comparison is not None:
-            new.comparison.look_at(model, new.features.find(DropoutStreams))
+            new.comparison.look_at(model, new.features.find(DeviceDraws))
         new.weights = copy.deepcopy(self.runtime.weights, memo)
         if new.weights is not None:
             new.weights.find_places()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from meshwright.features.decision import Decision
@@ -20,11 +22,13 @@ class Build(Decision):
         runtime: the state that the model will carry; it holds this rank's axes.
         device: the device of this rank's weights.
         optimizer: the optimizer over the model's parameters, if the call has one.
+        wholes: for the modules that tp lets read the sizes of a rank's part: what they had read of the whole.
     """
 
     runtime: Runtime
     device: torch.device
     optimizer: Optimizer | None = None
+    wholes: dict[nn.Module, dict[str, Any]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, decision: Decision, runtime: Runtime, device: torch.device) -> Build:

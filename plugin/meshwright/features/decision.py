@@ -126,6 +126,14 @@ class Decision:
         return self.plan.has_micro_batches or self.plan.pp > 1
 
     @property
+    def draws_as_one_device(self) -> bool:
+        """Whether each rank draws the random numbers of the whole batch, and keeps those of its rows."""
+        plan = self.plan
+        is_known = plan.cp == plan.ep == plan.etp == 1 and self.config.engine is None
+        is_cut = plan.dp * plan.tp * plan.pp > 1 or plan.has_micro_batches
+        return self.config.draws == "device" and is_known and is_cut
+
+    @property
     def head(self) -> Any:
         """The module that computes the logits; None if there is none."""
         if self.structure is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from meshwright.compiling import leave_out_of_graphs
@@ -46,7 +48,7 @@ def compare_replicas(build: Build) -> None:
         every_state=build.config.check_replicas_every or 50,
         has_weights=runtime.weights is None and runtime.engine is None,
         tensors=ModuleTensors(build.facts, () if build.cut is None else build.cut.layers),
-        streams=runtime.streams,
+        draws=runtime.draws,
     )
 
 
@@ -66,7 +68,7 @@ def watch_passes(build: Build) -> None:
     forward = ForwardState(
         model=build.decoder,
         inner=[module for module in inner if isinstance(module, nn.Module)],
-        streams=runtime.streams,
+        draws=runtime.draws,
         mesh=runtime.mesh,
         guard=runtime.guard,
         comparison=runtime.comparison,
@@ -115,6 +117,7 @@ def cut_blocks(build: Build) -> None:
     if build.tensor_structure is None:
         return
     features = build.runtime.features
+    before = {module: _read_of_sizes(module) for module in build.of_decoder.names}
     blocks, region = install_tensor_parallel(
         build.tensor_structure,
         build.runtime.mesh.tp,
@@ -124,8 +127,17 @@ def cut_blocks(build: Build) -> None:
     )
     features.get(CompilableLayers).blocks = blocks
     features.get(HookedModules).whole = WholeHooks(build.tensor_structure, build.runtime.mesh.tp, region)
+    for module, values in before.items():
+        now = vars(module)
+        if changed := {name: x for name, x in values.items() if now.get(name) is not x}:
+            build.wholes[module] = changed
     if region is not None:
         features.add(region)
+
+
+def _read_of_sizes(module: nn.Module) -> dict[str, Any]:
+    """Return what a module has read from a config, such as its number of heads."""
+    return {name: x for name, x in vars(module).items() if not name.startswith("_")}
 
 
 def spread_experts(build: Build) -> None:

@@ -162,6 +162,7 @@ def split_batches(decoder: nn.Module, runtime: Runtime, plan: ParallelPlan) -> N
         guard=runtime.guard,
         scale=runtime.features.add(LossScale(decoder)),
         format=runtime.features.get(BatchFormat),
+        draws=runtime.draws,
         keeps_logits=runtime.logits.in_training,
     )
     add_step(decoder, step)

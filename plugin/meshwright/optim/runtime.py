@@ -26,6 +26,7 @@ from meshwright.optim.chained import step_name
 from meshwright.optim.gradients import Gradients
 from meshwright.optim.zero.zero3_layers import ShardedWeights
 from meshwright.parallel.batch.loss_gradients import LossGradients
+from meshwright.parallel.draws.device_draws import DeviceDraws
 from meshwright.parallel.dropout_streams import DropoutStreams
 from meshwright.parallel.features import Features
 from meshwright.parallel.replicas.comparison import ReplicaComparison
@@ -116,6 +117,11 @@ class Runtime:
         return self.features.get(DropoutStreams)
 
     @property
+    def draws(self) -> DeviceDraws:
+        """What the passes of a model draw that ``to_distributed`` has distributed."""
+        return self.features.get(DeviceDraws)
+
+    @property
     def logits(self) -> WholeLogits:
         """Where ``outputs.logits`` are whole."""
         return self.features.find(WholeLogits) or self.features.add(WholeLogits())
@@ -174,6 +180,8 @@ class Runtime:
             self.guard.meet(BACKWARD, axis.group)
             return
         self.guard.meet(BACKWARD, axis.group, self.comparison.statement(), self.comparison.losses.statement())
+        if self.comparison.draws is not None:
+            self.comparison.draws.meet_over(self.guard, axis)
         self.comparison.compare_weights(axis)
 
     def compare_before_save(self) -> None:

@@ -45,6 +45,7 @@ class DropoutStreams:
     def __init__(self, *, mesh: Mesh, seed: int):
         self._mesh, self.tp, self.cp = mesh, mesh.tp, mesh.cp
         self._seed = seed
+        self.is_on = True  # whether ranks draw from streams; otherwise what one device draws
         self._passes = {"training": 0, "evaluation": 0}  # separate, so that evaluation changes no training mask
 
     @property
@@ -87,19 +88,22 @@ class DropoutStreams:
 
     def enter_shard(self, x: Tensor) -> Restore:
         """Switch to this rank's own stream, for code in which each rank of the TP axis holds a part of ``x``."""
-        return _enter_own(x, self.tp)
+        return self._enter(x, self.tp, _OWN + self.tp.rank)
 
     def enter_part(self, x: Tensor) -> Restore:
         """Switch to a stream of this rank's own tokens, for code in which each rank of cp holds a part of ``x``."""
-        return _enter_own(x, self.cp)
+        return self._enter(x, self.cp, _OWN + self.cp.rank)
 
     def enter_shared(self, x: Tensor) -> Restore:
         """Inside :meth:`enter_shard`, switch to a shared stream, for code in which every rank holds all of ``x``."""
-        return _enter_derived(x, self.tp, _SHARED)
+        return self._enter(x, self.tp, _SHARED)
 
     def enter_whole(self, x: Tensor) -> Restore:
         """Inside :meth:`enter_part`, switch to a shared stream, for code in which every rank of cp has all of ``x``."""
-        return _enter_derived(x, self.cp, _SHARED)
+        return self._enter(x, self.cp, _SHARED)
+
+    def _enter(self, x: Tensor, axis: Axis, purpose: int) -> Restore:
+        return _enter_derived(x, axis, purpose) if self.is_on else _nothing
 
 
 class Rates:
@@ -131,10 +135,6 @@ def dropout_seed() -> int:
     """Return a seed derived from torch's random state. The state stays as it is, since loaders draw orders from it."""
     state = torch.default_generator.get_state().numpy().tobytes()
     return int.from_bytes(hashlib.blake2b(state, digest_size=4).digest()) >> 1
-
-
-def _enter_own(x: Tensor, axis: Axis) -> Restore:
-    return _enter_derived(x, axis, _OWN + axis.rank)
 
 
 def _enter_derived(x: Tensor, axis: Axis, purpose: int) -> Restore:

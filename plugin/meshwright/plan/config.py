@@ -336,6 +336,9 @@ class ToDistributedConfig:
             under ZeRO stages 1 and 2, where each step copies one rank's result to all ranks. All of it is also compared
             before every save, and in the first steps if forward writes tensors of the model. Tokens and the
             optimizer's settings are compared in every step.
+        draws: what a forward draws at random, such as the masks of dropout. "device": what one device draws with the
+            same seed, under all axes but cp, ep and etp; see docs/equality.md. "rank": each rank draws for what it
+            computes, from a stream of its own.
         logging_steps: number of steps from one status line to the next; None shows neither the card at the start nor
             lines. Rank 0 prints them: loss, norm, throughput, MFU, memory and the slowest rank; see docs/monitoring.md.
         logging_dir: folder of the file ``meshwright.jsonl``, to which rank 0 appends the figures of each line, for
@@ -368,6 +371,7 @@ class ToDistributedConfig:
     engine: str | None = None
     loader: LoaderOptions = LoaderOptions()  # noqa: RUF009  # it is frozen
     check_replicas_every: int | None = None
+    draws: Literal["device", "rank"] = "device"
     logging_steps: int | None = None
     logging_dir: str | os.PathLike[str] | None = None
     max_steps: int | None = None
@@ -434,6 +438,7 @@ _CHECKS: dict[str, Callable[[str, str, object], None]] = {
     "engine": partial(check_type, kinds=str, what="the name of an engine"),
     "loader": partial(check_type, kinds=LoaderOptions, what="a meshwright.LoaderOptions"),
     "check_replicas_every": partial(check_int, least=0, optional=True),
+    "draws": partial(check_choice, choices=("device", "rank")),
     "logging_steps": partial(check_int, optional=True),
     "logging_dir": _check_folder,
     "max_steps": partial(check_int, optional=True),

@@ -186,6 +186,18 @@ class BatchSchema:
             pieces.append(without_targets(piece) if low == high else piece)
         return pieces
 
+    def twice(self) -> dict[str, Any]:
+        """Return the arguments of the rows, each twice; those that do not show their rows stay as they are."""
+        return {name: self._twice(name, x) for name, x in self.batch.items()}
+
+    def _twice(self, name: str, x: Any) -> Any:
+        if not isinstance(x, list | tuple) and not (isinstance(x, Tensor) and x.ndim):
+            return x
+        dim = self.row_dim(name, x) if len(x) else None
+        if dim is None:
+            return x
+        return torch.cat([x, x], dim=dim[0]) if isinstance(x, Tensor) else [*x, *x]
+
     def _part(self, name: str, x: Any, own: slice, take: Callable[[Tensor, slice], Tensor] | None) -> Any:
         is_described = name in self.format.dims
         if isinstance(x, Mapping) and not is_described:

@@ -163,9 +163,14 @@ def without_fillers_targets(kwargs: dict[str, object]) -> dict[str, object]:
     return blanked
 
 
+def share_of(inputs: Iterable[object]) -> BatchShare | None:
+    """Return the share that inputs of a model, or the batch that they are copies of, have of a global batch."""
+    return BatchShare.of(inputs) or _process.yielded
+
+
 def runs_filler(inputs: Iterable[object]) -> bool:
     """Return whether inputs of a model, or the batch that they are copies of, only keep this rank in step."""
-    share = BatchShare.of(inputs) or _process.yielded
+    share = share_of(inputs)
     return _process.is_filler or (share is not None and share.is_filler)
 
 

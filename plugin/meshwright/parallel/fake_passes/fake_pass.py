@@ -28,6 +28,7 @@ from meshwright.errors import PlanError
 from meshwright.facts import Facts
 from meshwright.layout.packed_weights import packed_modules
 from meshwright.parallel.batch.schema import example
+from meshwright.parallel.fake_passes.known_values import KnownValues
 from meshwright.parallel.foreign_hooks import without_foreign_hooks
 from meshwright.roles import Role
 from meshwright.roles.blocks.experts import is_experts, routed_modules
@@ -79,23 +80,67 @@ def run_without_values(
         _run, facts, rows=rows, length=length, labels=labels, options=options or {}, watch=watch, source=source,
         is_done=is_done,
     )  # fmt: skip
+    return _without_values(facts.model, lambda: run(MetaMode()), lambda: run(ReadAsZero()), instead)
+
+
+def run_again_without_values(
+    model: nn.Module, batch: Mapping[str, object], *, instead: str, watch: AbstractContextManager[object]
+) -> None:
+    """Run a module on the arguments of a call, as if they had no values, with its hooks.
+
+    Args:
+        model: the module, with or without memory. It is not changed.
+        batch: the arguments of its forward by name.
+        instead: what to use if the module cannot be run in this way, for the message.
+        watch: a mode that sees the operations of the pass.
+
+    Raises:
+        PlanError: if the module cannot be run in this way.
+    """
+
+    def on_meta() -> None:
+        with MetaMode(), _stand_ins(model), watch:
+            model(**batch)
+
+    def with_known_values() -> None:
+        with _stand_ins(model), KnownValues(batch) as known, watch:
+            model(**known.batch)
+
+    _without_values(model, on_meta, with_known_values, instead)
+
+
+def _without_values(model: nn.Module, on_meta: Callable[[], Any], on_fake: Callable[[], Any], instead: str) -> Any:
+    """Run a model on meta tensors, or on fake tensors if that fails."""
     try:
         if not torch.is_autocast_enabled("cpu"):
-            return run(MetaMode())
+            return on_meta()
     except PlanError:
         raise
     except Exception:  # perhaps torch has no kernel for meta tensors, or the program asks for their device
         _LOGGER.debug("a pass on meta tensors failed", exc_info=True)
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), temporarily(_FAKE_LOGGER, disabled=True):  # logs attempts
-            return run(ReadAsZero())
+            return on_fake()
     except PlanError:
         raise
     except Exception as why:
         raise PlanError(
-            f"{type(facts.model).__name__} could not be run on tensors without values, which shows what runs before "
-            f"and after its layers ({type(why).__name__}: {why}). Use {instead}"
+            f"{type(model).__name__} could not be run on tensors without values, which shows what runs before and "
+            f"after its layers ({type(why).__name__}: {why}). Use {instead}"
         ) from why
+
+
+@contextlib.contextmanager
+def _stand_ins(model: nn.Module | Facts) -> Iterator[None]:
+    """Put others in the place of weights, and of functions and modules that read values. Inside of a mode."""
+    facts = Facts.of(model)
+    packed = list(packed_modules(facts))
+    with fake_values(facts), _unchecked_distributions(), _plain_flex(), temporarily(torch.utils, swap_tensors=_swap):
+        for _, module, packing in packed:
+            module.forward = functools.partial(_packed, module, packing.shape)
+        for module in list(_routed(facts)):
+            module.forward = _experts  # not a step, which would stay: fake_values undoes what is set in a module
+        yield
 
 
 def _run(
@@ -114,22 +159,15 @@ def _run(
 
     The arguments are those of :func:`run_without_values`.
     """
-    model, packed = facts.model, list(packed_modules(facts))
+    model = facts.model
     with contextlib.ExitStack() as stack:
         stack.enter_context(mode)
-        stack.enter_context(fake_values(facts))
+        stack.enter_context(_stand_ins(facts))
         stack.enter_context(_without_hooks(model))
         # The program's hooks may keep or count what they get, in objects that nothing puts back.
         stack.enter_context(without_foreign_hooks(x for x in facts.names if x is not model))
-        stack.enter_context(_unchecked_distributions())
-        stack.enter_context(_plain_flex())
-        stack.enter_context(temporarily(torch.utils, swap_tensors=_swap))
         if watch is not None:
             stack.enter_context(watch)
-        for _, module, packing in packed:
-            module.forward = functools.partial(_packed, module, packing.shape)
-        for module in list(_routed(facts)):
-            module.forward = _experts  # not a step, which would stay: fake_values undoes what is set in a module
         signature = inspect.signature(model.forward)
         inputs = example(signature, rows=rows, length=length, source=source)
         if labels is not None and "labels" in signature.parameters:

@@ -21,6 +21,7 @@ from meshwright.faults.memory_digest import has_values
 from meshwright.parallel.autograd_graph import in_backward
 from meshwright.parallel.batch.items import BatchFormat
 from meshwright.parallel.batch.schema import BatchSchema
+from meshwright.parallel.draws.device_draws import apart
 from meshwright.parallel.losses.replaced_forward import stock_owner
 from meshwright.parallel.method_chain import BatchStep
 from meshwright.parallel.output_loss import loss_of
@@ -67,11 +68,14 @@ class CoupledRows(BatchStep):
         plan: the plan, which splits the rows.
         format: what the inputs of the model mean.
         is_told: whether this rank gives the warning.
+        draws_alike: whether the ranks draw what one device draws.
     """
 
-    def __init__(self, model: nn.Module, plan: ParallelPlan, format: BatchFormat, *, is_told: bool):
+    def __init__(
+        self, model: nn.Module, plan: ParallelPlan, format: BatchFormat, *, is_told: bool, draws_alike: bool = False
+    ):
         super().__init__(model)
-        self.plan, self.format, self.is_told = plan, format, is_told
+        self.plan, self.format, self.is_told, self.draws_alike = plan, format, is_told, draws_alike
         self._tried: set[frozenset[tuple[str, bool]]] = set()
 
     def __call__(self, *args: object, **kwargs: object) -> object:
@@ -92,7 +96,7 @@ class CoupledRows(BatchStep):
         self._tried.add(options)
         parts = [module for module in self.model.modules() if module.training]
         device = next(iter(schema.tensors.values())).device
-        with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []), apart():
             try:
                 self.model.eval()
                 if (alone := self._loss(batch)) is None or alone.numel() != 1:
@@ -142,7 +146,7 @@ class CoupledRows(BatchStep):
         return is_wide and not any(float8_layers(self.model))
 
     def _tell_of_draws(self) -> None:
-        if self.is_told:
+        if self.is_told and not self.draws_alike:
             logger.warning(
                 "the forward of %s draws random numbers, and the ranks of dp=%d draw others than one device, so the "
                 "losses are not those of one device, but as good. To compare the two, pass the numbers to the model, "
@@ -170,7 +174,7 @@ class CoupledRows(BatchStep):
     def _loss_of_twice(self, schema: BatchSchema, batch: dict[str, Any]) -> Tensor | None:
         """Return the loss of the same rows twice; None if an argument does not show its rows, or memory is short."""
         try:
-            loss: Tensor | None = self._loss({name: _twice(schema, name, x) for name, x in batch.items()})
+            loss: Tensor | None = self._loss(schema.twice())
         except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
             return None
         return loss
@@ -178,13 +182,3 @@ class CoupledRows(BatchStep):
     def _loss(self, batch: dict[str, Any], seed: int = 0) -> Any:
         torch.manual_seed(seed)
         return loss_of(self.method(**batch))
-
-
-def _twice(schema: BatchSchema, name: str, x: Any) -> Any:
-    """Return an argument for the rows of a batch twice."""
-    if not isinstance(x, list | tuple) and not (isinstance(x, Tensor) and x.ndim):
-        return x
-    dim = schema.row_dim(name, x) if len(x) else None
-    if dim is None:
-        return x
-    return torch.cat([x, x], dim=dim[0]) if isinstance(x, Tensor) else [*x, *x]

@@ -9,6 +9,7 @@ gradients are reduced as they arrive, and each rank keeps its shard of their sum
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from meshwright.parallel.batch.items import BatchFormat
 from meshwright.parallel.batch.schema import Batch, BatchSchema
 from meshwright.parallel.batch.share import cut
 from meshwright.parallel.collectives import largest
+from meshwright.parallel.draws.device_draws import DeviceDraws
 from meshwright.parallel.forward.micro_batch_outputs import Pieces
 from meshwright.parallel.forward.writes import WritesPerPiece
 from meshwright.parallel.gradients.loss_scale import LossScale
@@ -48,6 +50,7 @@ class SplitForward(BatchStep):
         guard: the guard, by which all ranks raise if forward writes state in each micro-batch; None on one process.
         scale: the scale of the losses of inner micro-batches, if they are in float16.
         format: what the arguments of the model mean.
+        draws: what the model's passes draw.
         keeps_logits: whether the outputs of all micro-batches are kept, so that they can be read.
     """
 
@@ -64,11 +67,12 @@ class SplitForward(BatchStep):
         guard: Guard | None,
         scale: LossScale,
         format: BatchFormat,
+        draws: DeviceDraws,
         keeps_logits: bool = False,
     ):
         super().__init__(model)
         self.plan, self.dp, self.syncs, self.loss, self.format = plan, dp, syncs, loss, format
-        self.scale, self.keeps_logits = scale, keeps_logits
+        self.scale, self.draws, self.keeps_logits = scale, draws, keeps_logits
         self.writes, self.fixed = WritesPerPiece(model, guard), FixedInputs("Each micro-batch")
 
     def __call__(self, *args: object, **kwargs: object) -> object:
@@ -94,8 +98,10 @@ class SplitForward(BatchStep):
         total: Tensor | None = None
         scale: Tensor | float | None = None
         self.writes.start()
-        for batch, rows in zip(inner, pieces.rows, strict=False):
-            with cut(is_filler=rows == 0):
+        spans = [range(high - rows, high) for rows, high in zip(pieces.rows, accumulate(pieces.rows), strict=True)]
+        for batch, rows in zip(inner, spans, strict=False):
+            self.draws.begin_slice(rows)
+            with cut(is_filler=not rows):
                 output = self._forward(batch)
                 pieces.add(output)
                 loss = loss_of(output)
@@ -104,6 +110,7 @@ class SplitForward(BatchStep):
                 gradients.add_from(loss if scale is None else loss * scale)
             total = loss.detach() if total is None else total + loss.detach()
             del output, loss
+        self.draws.begin_slice(spans[-1])
         with cut():  # the last one has a row of the batch
             output = self._forward(last)
         self.writes.finish()

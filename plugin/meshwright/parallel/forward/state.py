@@ -24,7 +24,8 @@ from meshwright.parallel.batch.mixed_rows import BatchStatistics
 from meshwright.parallel.batch.schema import BatchSchema
 from meshwright.parallel.batch.share import enter_pass, taken, without_fillers_targets, yield_next
 from meshwright.parallel.collectives import share
-from meshwright.parallel.dropout_streams import DropoutStreams, Restore
+from meshwright.parallel.draws.device_draws import DeviceDraws
+from meshwright.parallel.dropout_streams import Restore
 from meshwright.parallel.forward.compiled_layers import CompilableLayers
 from meshwright.parallel.forward.padded_rows import PaddedRows
 from meshwright.parallel.forward.refused_arguments import check_arguments
@@ -48,7 +49,7 @@ class ForwardState:
     Args:
         model: the model.
         inner: the modules inside the model that a program may call directly, such as transformers' base model.
-        streams: the model's dropout streams.
+        draws: what the model's passes draw.
         mesh: the axes. Ranks of tp, of cp and of pp must get the same inputs; ranks with different tokens share a loss.
         guard: the guard that compares the ranks and counts the steps; None on one process.
         comparison: the comparison of the model's replicas; None without a guard.
@@ -75,7 +76,7 @@ class ForwardState:
 
     model: nn.Module
     inner: Iterable[nn.Module] = ()
-    streams: DropoutStreams
+    draws: DeviceDraws
     mesh: Mesh
     guard: Guard | None
     comparison: ReplicaComparison | None
@@ -156,13 +157,14 @@ class ForwardState:
         self._writes.begin(trains=trains)
         kwargs = without_fillers_targets(kwargs)
         inputs = arguments(self._signatures[module], args, kwargs)
+        device = _device(args, kwargs)
         require_tensor(inputs.get("input_ids"))
         check_arguments(module, inputs, self.mesh)
         enter_pass(inputs.values())
         labels = inputs.get("labels")
         self.hooked.look(trains=trains)
         if self.guard is not None:
-            self._compare(self.guard, module, inputs, trains=trains)
+            self._compare(self.guard, module, inputs, device, trains=trains)
         if torch.is_grad_enabled() or self.mesh.tp.size * self.mesh.pp.size > 1:
             self._added.check()
         if torch.is_grad_enabled():
@@ -174,7 +176,7 @@ class ForwardState:
         # A whole model that is being traced gets whole logits: dynamo guards on a tensor's strides, and a stand-in has
         # none of its own.
         self._defers = has_loss and self.has_head_loss and active_backend() is None
-        self._restore = self.streams.enter_model(_device(args, kwargs), trains=trains)
+        self._restore = self.draws.enter_model(module, inputs, device, trains=trains)
         if not torch.is_grad_enabled() or self.dp.size == 1:
             return args, kwargs
         factor = self.dp.size if self.has_known_loss and labels is not None else self.mesh.cp.size
@@ -197,9 +199,12 @@ class ForwardState:
             factor = self.mesh.cp.size
         return x if factor == 1 else share(scale_gradient(x, 1 / factor), self.mesh.cp)
 
-    def _compare(self, guard: Guard, module: nn.Module, inputs: dict[str, object], *, trains: bool) -> None:
+    def _compare(
+        self, guard: Guard, module: nn.Module, inputs: dict[str, object], device: torch.device, *, trains: bool
+    ) -> None:
         if trains:
             guard.begin_step()
+        self.draws.look(guard, device)
         place = "forward pass" if trains else EVALUATION
         statements = () if self.comparison is None else (self.comparison.statement_before_forward(),)
         of_batch = (batch,) if trains and (batch := taken()) is not None else ()

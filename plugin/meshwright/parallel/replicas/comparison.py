@@ -31,7 +31,7 @@ from meshwright.layout.tensor_layout import TensorLayout, layout_of
 from meshwright.mesh.axes import Axis, Mesh
 from meshwright.parallel.async_numbers import Gathered, is_deferred
 from meshwright.parallel.batch.loss_gradients import LossGradients
-from meshwright.parallel.dropout_streams import DropoutStreams
+from meshwright.parallel.draws.device_draws import DeviceDraws
 from meshwright.parallel.gradients.gradient_hooks import GradientHooks
 from meshwright.parallel.replicas.digests import OF_COUNTS, OF_OPTIMIZER, CopiedRows, Digests, copied_rows, parted
 from meshwright.parallel.replicas.state import ModuleTensors, counts_digest, optimizer_digest
@@ -57,7 +57,7 @@ class ReplicaComparison:
         every_state: the number of steps between two comparisons of ``tensors``.
         has_weights: whether this process holds the weights and the runtime steps them; else they are not compared.
         tensors: the tensors of the model's modules that are no parameters; None if ranks may have their own.
-        streams: the random streams of the model, whose seed and number of passes are equal on all ranks.
+        draws: what the model draws, which begins from the same state on all ranks.
     """
 
     def __init__(
@@ -70,12 +70,12 @@ class ReplicaComparison:
         every_state: int = 50,
         has_weights: bool,
         tensors: ModuleTensors | None = None,
-        streams: DropoutStreams | None = None,
+        draws: DeviceDraws | None = None,
     ):
         self.mesh, self.guard, self.has_weights = mesh, guard, has_weights
         self.every, self.every_state = every, every_state
         self.tie = Axis("tie")  # the pipeline's ranks that hold one tied weight on two stages; set by the pipeline
-        self.streams = streams
+        self.draws = draws
         self._tensors = tensors
         self.losses = LossGradients()
         self.hooks: GradientHooks | None = None  # the program's hooks on the gradients, which all ranks run together
@@ -104,9 +104,9 @@ class ReplicaComparison:
             tensors=self._tensors,
         )
 
-    def look_at(self, model: nn.Module, streams: DropoutStreams | None) -> None:
-        """Compare the parameters of this model and its streams from now on."""
-        self._named, self.streams = list(model.named_parameters()), streams
+    def look_at(self, model: nn.Module, draws: DeviceDraws | None) -> None:
+        """Compare the parameters of this model and its draws from now on."""
+        self._named, self.draws = list(model.named_parameters()), draws
         if self._tensors is not None:
             self._tensors = ModuleTensors(model)
 
@@ -149,8 +149,8 @@ class ReplicaComparison:
         parts = [f"parameters trained {zlib.crc32(trained):08x}"]
         if self.hooks is not None and self.hooks.are_any:
             parts.append(f"{self.hooks.count} hooks on gradients")
-        if self.streams is not None:
-            parts.append(f"random stream {self.streams.moment}")
+        if self.draws is not None:
+            parts.append(f"random draws {self.draws.moment}")
         if self._optimizer is not None:
             settings = repr([value for group in self._optimizer.param_groups for value in _settings(group).items()])
             steps = " and ".join(map(str, self._counted().values()))
@@ -176,8 +176,8 @@ class ReplicaComparison:
 
     def _details(self) -> dict[str, str]:
         found = {}
-        if self.streams is not None:
-            found["the model's random stream (seed and training passes)"] = self.streams.moment
+        if self.draws is not None:
+            found["what draws='device' draws from (the random state, the rows of the last batch)"] = self.draws.moment
         if self._optimizer is not None:
             found |= {name: f"called {times} times" for name, times in self._counted().items()}
             for index, group in enumerate(self._optimizer.param_groups):

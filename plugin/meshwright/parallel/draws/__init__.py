@@ -1,0 +1,1 @@
+"""What a forward draws at random, as one device draws it."""

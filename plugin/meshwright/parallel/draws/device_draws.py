@@ -1,0 +1,502 @@
+"""Draws of one device: each rank draws the tensor that one device would draw, and keeps the part that it computes with.
+
+::
+
+    one device    dropout on [8 rows, ...]    one draw for rows 0 to 7
+    rank 0        dropout on [4 rows, ...]    the same draw, of which it keeps rows 0 to 3
+    rank 1        dropout on [4 rows, ...]    the same draw, of which it keeps rows 4 to 7
+
+All ranks draw from torch's own generators, in the program's order, so after a step these have the states of one device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import logging
+import math
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Generator, Tensor, nn
+
+from meshwright.errors import PlanError
+from meshwright.faults.guard import Guard
+from meshwright.mesh.axes import Axis, Mesh
+from meshwright.parallel.autograd_graph import in_backward
+from meshwright.parallel.batch.items import BatchFormat
+from meshwright.parallel.batch.schema import BatchSchema
+from meshwright.parallel.batch.share import share_of
+from meshwright.parallel.draws.kernels import Call, hand_draws_to
+from meshwright.parallel.draws.part import Part, part_of
+from meshwright.parallel.draws.sites import DrawSites, Lines, Sizes, lines_to, words_for
+from meshwright.parallel.dropout_streams import DropoutStreams, Restore
+from meshwright.progress import is_first_rank
+from meshwright.temporarily import temporarily
+
+logger = logging.getLogger(__name__)
+
+_MOST = 2**15  # draws whose parts are known again when backward computes a layer again
+_FIRST, _EVERY = 3, 50  # the first steps, in which the ranks compare their random states, and every so many
+_TIMED, _SHARE = 5, 0.02  # the first steps, and the part of their time of which a line tells
+_RANK = "ToDistributedConfig(draws='rank')"
+
+
+@dataclass
+class _Pass:
+    """A forward pass that runs.
+
+    Args:
+        module: what was called.
+        batch: its arguments by name.
+        format: what they mean.
+        device: the device on which it draws.
+        dp: the axis over which the rows of the global batch are split.
+        states: the states of torch's generators at the start.
+        given: the program's own generators that the pass has drawn from, with their states before.
+        thread: the thread that runs it.
+        last: by kind of device, the digest of the generator's state after the last draw.
+        part: which of this rank's rows run now; None for all.
+        carries: whether the states of the generators cross from stage to stage of a pipeline with the activations.
+        drew: whether it has drawn.
+        is_seen: whether all that it has drawn was seen.
+    """
+
+    module: nn.Module
+    batch: dict[str, Any]
+    format: BatchFormat
+    device: torch.device
+    dp: Axis
+    states: dict[str, Tensor]
+    last: dict[str, bytes]
+    thread: int = field(default_factory=threading.get_ident)
+    given: dict[Generator, Tensor] = field(default_factory=dict)
+    part: range | None = None
+    carries: bool = False
+    drew: bool = False
+    is_seen: bool = True
+
+    @functools.cached_property
+    def schema(self) -> BatchSchema:
+        """What the arguments hold."""
+        return BatchSchema(self.batch, self.format)
+
+    @functools.cached_property
+    def sizes(self) -> Sizes:
+        """The sizes of the arguments."""
+        return Sizes.of(self.schema)
+
+    @functools.cached_property
+    def total(self) -> int:
+        """The number of rows of the global batch."""
+        share, rows = share_of(self.batch.values()), self.schema.rows
+        return share.total if share is not None and share.held == rows else rows * self.dp.size
+
+    @property
+    def rows(self) -> range:
+        """The rows of the global batch that run now."""
+        held = self.schema.rows
+        first = min(self.dp.rank * self.total // self.dp.size, self.total - held)
+        if self.part is None:
+            return range(first, first + held)
+        low = min(self.part.start, held - 1)  # a micro-batch without rows has one that does not count
+        return range(first + low, first + max(low + 1, self.part.stop))
+
+
+class _Process:
+    """What draws now in this process."""
+
+    def __init__(self) -> None:
+        self.running: DeviceDraws | None = None  # of the innermost pass that runs
+        # By the generator's state before a draw and the first row of a micro-batch: the part of the draw. Backward
+        # computes a layer again from the same state. The micro-batches of a pass begin from one state.
+        self.parts: dict[bytes, dict[int, Part]] = {}
+        self.first_row = 0  # of the micro-batch that runs forward or backward
+
+    def keep(self, state: bytes, part: Part) -> None:
+        while len(self.parts) >= _MOST:
+            del self.parts[next(iter(self.parts))]
+        of_state = self.parts.setdefault(state, {})
+        of_state.pop(self.first_row, None)
+        of_state[self.first_row] = part
+
+    def kept(self, state: bytes) -> Part | None:
+        """Return the part of a draw from a state; of several, that of the micro-batch that runs, or the last one."""
+        of_state = self.parts.get(state, {})
+        last = next(reversed(of_state), self.first_row)
+        return of_state.get(self.first_row, of_state.get(last))
+
+    def draw(self, kernel: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make a draw of this process."""
+        if in_backward():
+            part = self.kept(_digest(_generator(args, kwargs))) if self.parts else None
+            return kernel(*args, **kwargs) if part is None else _drawn(part, kernel, args, kwargs)
+        running = self.running
+        if running is None or not running.runs_here:
+            return kernel(*args, **kwargs)
+        return running.draw(kernel, args, kwargs)
+
+
+_process = _Process()
+
+
+def apart() -> contextlib.AbstractContextManager[None]:
+    """Let what runs inside the context draw for its own rows alone, as without a plan."""
+    return temporarily(_process, running=None)
+
+
+class DeviceDraws:
+    """What a model's forward passes draw.
+
+    Args:
+        mesh: the axes.
+        streams: the streams from which ranks draw where ``is_on`` is False.
+        format: what the inputs of the model mean.
+        is_on: whether the ranks draw as one device does.
+        wholes: for modules that have read the sizes of a rank's part: what they had read of the whole.
+    """
+
+    def __init__(
+        self,
+        *,
+        mesh: Mesh,
+        streams: DropoutStreams,
+        format: BatchFormat,
+        is_on: bool,
+        wholes: Mapping[nn.Module, Mapping[str, Any]],
+    ) -> None:
+        self.is_on, self._mesh, self._streams, self._format = is_on, mesh, streams, format
+        self._sites = DrawSites(wholes)
+        self._is_known = True
+        streams.is_on = not is_on
+        self._pass: _Pass | None = None
+        self._told: set[str] = set()
+        self._state: str | None = None  # before the last pass
+        self._moment, self._rows = "", 0
+        self._meetings: dict[str, int] = {}
+        self._compares, self._has_drawn, self._differs = is_on, False, False
+        self._cost = _Cost()
+
+    @property
+    def moment(self) -> str:
+        """What must be equal on all ranks before each step."""
+        return self._moment if self.is_on else self._streams.moment
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether a pass runs, on this thread."""
+        return self._pass is not None and self._pass.thread == threading.get_ident()
+
+    def look(self, guard: Guard, device: torch.device) -> None:
+        """Look at the random state before a pass. Ranks of tp hold the same activations, and draw the same for these.
+
+        Args:
+            guard: the guard.
+            device: the device on which the pass draws.
+        """
+        if not self.is_on:
+            return
+        tp, is_first = self._mesh.tp, self._state is None
+        has_copies = tp.size * self._mesh.pp.size > 1
+        self._state = b"".join(map(_digest, _generators(device).values())).hex()
+        for axis in (tp, self._mesh.pp):
+            if axis.size > 1 and is_first and guard.is_current:
+                self._compare(guard, axis, self._state)
+        self._moment = f"{self._state} after {self._rows} rows" if has_copies and self._has_drawn else ""
+
+    def meet_over(self, guard: Guard, axis: Axis) -> None:
+        """Compare what ranks draw from and for how many rows, where they reduce their gradients: in the first steps
+        and every few steps. Ranks of dp may have run unequally many passes before.
+
+        Args:
+            guard: the guard.
+            axis: the axis of the ranks.
+        """
+        if self._compares and guard.is_current:
+            self._meetings[axis.name] = count = self._meetings.get(axis.name, 0) + 1
+            if count <= _FIRST or count % _EVERY == 0:
+                drawn = f"{self._state} for {self._rows} rows" if self._has_drawn else "nothing"
+                self._compare(guard, axis, drawn if self.is_on else "for itself")
+
+    def _compare(self, guard: Guard, axis: Axis, text: str) -> None:
+        if not guard.agree("what the forward draws", text, group=axis.group):
+            self._differs = True
+            self._stop()
+        self._compares &= self.is_on
+
+    def enter_model(self, module: nn.Module, batch: dict[str, Any], device: torch.device, *, trains: bool) -> Restore:
+        """Begin a forward pass.
+
+        Args:
+            module: the module that is called.
+            batch: its arguments by name.
+            device: the device on which the pass draws.
+            trains: whether the pass trains.
+
+        Returns:
+            A function that ends the pass.
+        """
+        if not self.is_on and not self._differs:
+            return self._streams.enter_model(device, trains=trains)
+        hand_draws_to(_process.draw, (torch.device("cpu"), device))
+        restore = None if self.is_on else self._streams.enter_model(device, trains=trains)
+        states = {kind: generator.get_state() for kind, generator in _generators(device).items()}
+        last = {kind: _digest_of(state) for kind, state in states.items()}
+        current = _Pass(module, batch, self._format, device, self._mesh.dp, states, last)
+        before, self._pass = self._pass, current
+        outer, _process.running, _process.first_row = _process.running, self, 0
+        if trains:
+            self._cost.begin()
+
+        def end() -> None:
+            _process.running, self._pass = outer, before
+            if restore is not None:
+                restore()
+            elif (
+                current.drew
+                or current.carries
+                or any(_digest(g) != current.last[kind] for kind, g in _generators(device).items())
+            ):
+                self._end(current)
+
+        return end
+
+    def begin_slice(self, rows: range) -> None:
+        """Begin a micro-batch of the running pass, which draws what the whole pass draws, and has some of its rows."""
+        current = self._pass
+        if current is None or not self.is_on:
+            return
+        current.part = rows
+        self.begin_backward(rows)
+        for given, state in current.given.items():
+            given.set_state(state)
+        self._set(current, current.states)
+
+    def begin_backward(self, rows: range) -> None:
+        """Begin the backward of a micro-batch, which may compute layers again."""
+        _process.first_row = rows.start
+
+    def begin_stages(self) -> Tensor | None:
+        """Return what crosses the stages of a pipeline in the running pass, if it draws: the states of the generators.
+
+        Each stage draws for its own layers, beginning with the states that the stage before has left.
+        """
+        current = self._pass
+        if current is not None and self.is_on:
+            current.carries = self._sites.are_any(current.module, current.schema, current.sizes)
+        return self.state
+
+    @property
+    def state(self) -> Tensor | None:
+        """The states of the generators, as numbers, in a pass in which they cross stages; in others None."""
+        current = self._pass
+        if current is None or not current.carries:
+            return None
+        states = [generator.get_state() for generator in _generators(current.device).values()]
+        return torch.cat(states).view(torch.int64).to(current.device)
+
+    def resume(self, state: Tensor) -> None:
+        """Go on from the states of another rank."""
+        current = self._pass
+        assert current is not None
+        sizes = [len(own) for own in current.states.values()]
+        parts = state.cpu().view(torch.uint8).split(sizes)
+        self._set(current, dict(zip(current.states, parts, strict=True)))
+
+    def _set(self, current: _Pass, states: Mapping[str, Tensor]) -> None:
+        for kind, generator in _generators(current.device).items():
+            generator.set_state(states[kind].clone())
+            current.last[kind] = _digest_of(states[kind])
+
+    def draw(self, kernel: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make a draw of the running pass."""
+        current = self._pass
+        assert current is not None
+        if not self.is_on:
+            self._tell_once(
+                "states",
+                "the forward of %s draws random numbers, and the ranks differ in torch's random state or in the number "
+                "of their rows, so they draw others than one device. Seed all ranks alike, torch.manual_seed(0), draw "
+                "on all ranks alike between the steps, and take batches from the loader; or pass %s, which says "
+                "nothing",
+                type(current.module).__name__, _RANK,
+            )  # fmt: skip
+            self._differs = False
+            return kernel(*args, **kwargs)
+        if self._mesh.pp.size > 1 and not current.carries:
+            raise PlanError(
+                f"{words_for(lines_to(sys._getframe(1)))} draws random numbers where a pass without values has drawn "
+                "none. Each stage of a pipeline runs some of the layers, so it is not known what one device has drawn "
+                f"before. Use {_RANK}, or pp=1"
+            )
+        current.drew = True
+        state = _digest(generator := _generator(args, kwargs))
+        x, kind, is_default = kwargs.get("out", args[0]), generator.device.type, kwargs.get("generator") is None
+        if not is_default and generator not in current.given:
+            current.given[generator] = generator.get_state()
+        current.is_seen &= not is_default or state == current.last[kind]
+        lines = lines_to(sys._getframe(1))
+        part = self._part(current, lines, x)
+        start = time.perf_counter()
+        if part is None:
+            drawn = self._draw_apart(current, lines, x, generator, lambda: kernel(*args, **kwargs))
+        elif part.is_whole:
+            drawn = kernel(*args, **kwargs)
+        else:
+            _process.keep(state, part)
+            drawn = _drawn(part, kernel, args, kwargs)
+            self._cost.add((time.perf_counter() - start) * (1 - x.numel() / math.prod(part.shape)))
+        if is_default:
+            current.last[kind] = _digest(generator)
+        return drawn
+
+    def _part(self, current: _Pass, lines: Lines, x: Tensor) -> Part | None:
+        """Return the part of a draw that this rank keeps; None if it is not known."""
+        if not _is_dense(x):
+            return None
+        sizes, tp = current.sizes, self._mesh.tp
+        of = functools.partial(part_of, rows=current.rows, total=current.total, lengths=sizes.lengths, tp=tp)
+        for _ in range(2):
+            forms = self._sites.find(lines, sizes)
+            parts = {of(form, x.shape) for form in forms if form is not None and len(form) == x.ndim} - {None}
+            if len(parts) == 1 and None not in forms:
+                return parts.pop()
+            if not self._sites.observe(current.module, current.schema, sizes, lines):
+                return None
+        return None
+
+    def _draw_apart(self, current: _Pass, lines: Lines, x: Tensor, generator: Generator, draw: Any) -> Any:
+        """Draw for this rank's rows alone, from a stream of these rows."""
+        why = "" if self._sites.failure is None else f" ({self._sites.failure})"
+        self._tell_once(
+            "unplaced",
+            "%s draws random numbers of shape %s, and it is not known which of them belong to which rows of the "
+            "batch%s. So the ranks draw others than one device from the next pass on, and the losses are as good. To "
+            "compare the two, draw numbers with a dim of the rows in the model's forward, or pass them to the model; "
+            "%s says nothing",
+            words_for(lines), tuple(x.shape), why, _RANK,
+        )  # fmt: skip
+        self._is_known = False
+        seed = int(torch.empty((), dtype=torch.int64, device=x.device).random_(generator=generator))
+        state = generator.get_state()
+        generator.manual_seed((seed ^ current.rows.start * 0x9E3779B97F4A7C15) % 2**63)
+        try:
+            return draw()
+        finally:
+            generator.set_state(state)
+
+    def _end(self, current: _Pass) -> None:
+        self._has_drawn, self._rows = True, current.total
+        now = _generators(current.device)
+        if not current.is_seen or any(_digest(generator) != current.last[kind] for kind, generator in now.items()):
+            self._tell_once(
+                "unseen",
+                "the forward of %s draws random numbers inside of a kernel, such as an attention with dropout on CUDA "
+                "or an LSTM with dropout, where a rank cannot draw for all rows. So the ranks draw others than one "
+                "device from the next pass on. For attention use attn_implementation='eager'; or pass %s, which says "
+                "nothing",
+                type(current.module).__name__, _RANK,
+            )  # fmt: skip
+            self._is_known = False
+        if not self._is_known:
+            self._stop()
+            if self._mesh.pp.size > 1:
+                raise PlanError(
+                    "a stage of a pipeline has drawn random numbers that are not those of one device, as a warning "
+                    f"says, and the stages draw together. Use {_RANK}, or pp=1"
+                )
+
+    def _stop(self) -> None:
+        """Let the ranks draw from streams of their own from the next pass on."""
+        self.is_on, self._streams.is_on = False, True
+
+    def _tell_once(self, about: str, text: str, *values: object) -> None:
+        if about not in self._told:
+            self._told.add(about)
+            logger.warning(text, *values)  # perhaps on this rank alone; equal texts are printed once
+
+
+def _drawn(part: Part, kernel: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Draw a whole tensor, and keep a part of it."""
+    x: Tensor = args[0]
+    # A kernel may draw in the order of the memory.
+    order = sorted(range(x.ndim), key=x.stride, reverse=True) if not x.is_contiguous() else list(range(x.ndim))
+    memory = x.new_empty([part.shape[dim] for dim in order])
+    whole = memory.permute([order.index(dim) for dim in range(x.ndim)])
+    rest = [_whole_of(part, value.expand(x.shape)) if isinstance(value, Tensor) else value for value in args[1:]]
+    kernel(whole, *rest, **kwargs)
+    return x.copy_(part.of(whole))
+
+
+def _whole_of(part: Part, own: Tensor) -> Tensor:
+    """Return the probabilities of a whole draw, of which those of other ranks do not matter."""
+    whole = own.new_full(part.shape, 0.5)
+    places = part.of(torch.arange(whole.numel(), device=own.device).view(part.shape))
+    return whole.view(-1).index_copy(0, places.flatten(), own.flatten()).view(part.shape)
+
+
+def _is_dense(x: Tensor) -> bool:
+    """Return whether a tensor has its elements one after the other, whatever the order of its dims."""
+    expected = 1
+    for stride, size in sorted((x.stride(dim), x.shape[dim]) for dim in range(x.ndim) if x.shape[dim] != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _generators(device: torch.device) -> dict[str, Generator]:
+    """Return torch's own generators of the CPU and of a device, by the device's kind."""
+    found = {"cpu": torch.default_generator}
+    if device.type == "cuda":
+        found["cuda"] = torch.cuda.default_generators[device.index or torch.cuda.current_device()]
+    return found
+
+
+def _generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Generator:
+    """Return the generator from which an operation draws."""
+    given: Generator | None = kwargs.get("generator")
+    device = kwargs.get("out", args[0]).device
+    return _generators(device)[device.type] if given is None else given
+
+
+def _digest(generator: Generator) -> bytes:
+    return _digest_of(generator.get_state())
+
+
+def _digest_of(state: Tensor) -> bytes:
+    return hashlib.blake2b(state.numpy().data, digest_size=8).digest()
+
+
+class _Cost:
+    """Tells once if the parts of other ranks take a noticeable part of the first steps."""
+
+    def __init__(self) -> None:
+        self._steps, self._start, self._spent = 0, 0.0, 0.0
+
+    def begin(self) -> None:
+        """Begin a training pass."""
+        if self._steps > _TIMED:
+            return
+        now = time.perf_counter()
+        if self._steps == 1:  # the first step finds the forms of the draws
+            self._start, self._spent = now, 0.0
+        self._steps += 1
+        share = self._spent / max(now - self._start, 1e-9)
+        if self._steps > _TIMED and share > _SHARE and is_first_rank():
+            logger.info(
+                "each rank draws the random numbers of the whole batch, so that they are those of one device, which "
+                "takes %.0f %% of a step. %s draws those of the rank's rows alone",
+                100 * share, _RANK,
+            )  # fmt: skip
+
+    def add(self, seconds: float) -> None:
+        """Add time that the parts of other ranks have taken."""
+        if self._steps <= _TIMED:
+            self._spent += seconds

@@ -1,0 +1,80 @@
+"""Hands each random operation of torch to a function, which may draw another tensor in its place.
+
+torch's dispatcher runs a Python function in the place of the kernels of a few operations, those that fill a tensor with
+random numbers. All others of torch draw by these: dropout, ``torch.rand``, noise and masks alike. So a program that
+draws nothing runs nothing of this file, and needs no mode that sees all of its operations.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.temporarily import temporarily
+
+# Each fills its first argument, elementwise; randperm fills its argument ``out``.
+_FILLING = (
+    "bernoulli_.float", "bernoulli_.Tensor", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_",
+    "random_", "random_.from", "random_.to", "randperm.generator_out", "uniform_",
+)  # fmt: skip
+_DROPOUT = "native_dropout"  # returns the product with a mask, and the mask
+
+Call = Callable[..., Any]  # an operation's own kernel
+Handler = Callable[[Call, tuple[Any, ...], dict[str, Any]], Any]
+
+
+class _Process:
+    """What runs in the place of this process's kernels."""
+
+    def __init__(self) -> None:
+        self.handler: Handler | None = None
+        self.libraries: dict[str, torch.library.Library] = {}
+
+
+_process = _Process()
+
+
+def hand_draws_to(handler: Handler, devices: Iterable[torch.device]) -> None:
+    """Let a function make all draws of this process on some kinds of devices from now on.
+
+    Args:
+        handler: the function, which gets the operation's own kernel and its arguments. Draws that the function makes
+            itself are torch's.
+        devices: the kinds of devices.
+    """
+    _process.handler = handler
+    for key in {device.type.upper() for device in devices} & {"CPU", "CUDA"} - _process.libraries.keys():
+        library = _process.libraries[key] = torch.library.Library("aten", "IMPL")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of a kernel in the place of its own
+            for name in (*_FILLING, _DROPOUT):
+                kernel = torch.library.get_kernel(f"aten::{name}", key)
+                draw = functools.partial(_dropout if name == _DROPOUT else _draw, kernel.call_boxed)
+                library.impl(name, draw, key, with_keyset=True, allow_override=True)
+
+
+def _draw(kernel: Call, keys: Any, *args: Any, **kwargs: Any) -> Any:
+    if (handler := _process.handler) is None:
+        return kernel(keys, *args, **kwargs)
+    with temporarily(_process, handler=None):
+        return handler(functools.partial(kernel, keys), args, kwargs)
+
+
+def _dropout(kernel: Call, keys: Any, x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
+    """Draw the mask as a tensor that is filled, and multiply as the kernel does."""
+    if (handler := _process.handler) is None or not train or p in (0, 1):
+        result: tuple[Tensor, Tensor] = kernel(keys, x, p, train)
+        return result
+
+    def fill(mask: Tensor) -> Tensor:
+        # The kernel draws alike for all values and, on CUDA, for any dtype of the same size.
+        return mask.copy_(kernel(keys, torch.empty_like(mask, dtype=x.dtype), p, train)[1])
+
+    with temporarily(_process, handler=None):
+        mask = handler(fill, (torch.empty_like(x, dtype=torch.bool),), {})
+        return torch.ops.aten.native_dropout_backward(x, mask, 1 / (1 - p)), mask

@@ -1,0 +1,349 @@
+"""Finds how the shape of each random draw of a module follows from the sizes of a batch.
+
+The module runs without values: on a call's arguments, on their rows twice, and on fewer tokens. A dim of a draw that
+has doubled has the rows, and one that has become smaller has tokens. A draw is known again by the lines of code that
+lead to it.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import CodeType, FrameType, MethodType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshwright.errors import PlanError
+from meshwright.layout.tensor_layout import layout_if_any
+from meshwright.parallel.batch.schema import TOKENS, BatchSchema
+from meshwright.parallel.fake_passes.fake_pass import run_again_without_values
+from meshwright.parallel.foreign_hooks import has_foreign_hooks, hook_tables
+from meshwright.parallel.method_chain import find_chain
+from meshwright.replaced_method import without_replacements
+from meshwright.roles.brought import codes_of
+
+Line = tuple[CodeType, int]  # a function, and the place in it
+Lines = tuple[Line, ...]  # those that lead to a draw, from the innermost
+_Shapes = dict[Lines, list[tuple[int, ...]]]  # of the draws at some lines, in their order
+
+_LONGEST = 16  # of the functions that lead to a draw: its module, the block, the layer and the stack around it
+# The twin runs in a thread.
+_LEFT_OUT = f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[2]}/", threading.__file__
+_RUNTIME = __name__.partition(".")[0]
+_CHOICE = torch.ops.aten._fused_sdp_choice.default  # which draws nothing
+
+
+@dataclass(frozen=True)
+class Dim:
+    """A dim of a draw on one device.
+
+    Args:
+        has_rows: whether it has the rows of the batch, each with as many entries; otherwise it is of every row.
+        fixed: the number of entries, of each row if it has the rows, that no size of the batch decides.
+        tokens: the input whose tokens decide the number of further entries; None if none does.
+        each: the number of entries for each of these tokens.
+    """
+
+    has_rows: bool
+    fixed: int
+    tokens: str | None = None
+    each: int = 0
+
+    def entries(self, lengths: Mapping[str, int]) -> int:
+        """Return the number of entries, of each row if the dim has the rows, for inputs of some lengths."""
+        return self.fixed + (0 if self.tokens is None else self.each * lengths[self.tokens])
+
+
+Form = tuple[Dim, ...]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of a batch.
+
+    Args:
+        rows: the number of rows.
+        lengths: the number of tokens of the first of the inputs with as many tokens, by its name.
+        others: the names of all inputs with tokens, and the sizes of what has none, apart from the rows.
+    """
+
+    rows: int
+    lengths: Mapping[str, int]
+    others: Hashable
+
+    @classmethod
+    def of(cls, schema: BatchSchema) -> Sizes:
+        """Return the sizes of a batch."""
+        lengths: dict[str, int] = {}
+        names: dict[int, list[str]] = defaultdict(list)
+        others = []
+        for name, x in schema.tensors.items():
+            if _has_tokens(name, x, schema.rows):
+                names[x.shape[1]].append(name)
+            else:
+                others.append((name, tuple(x.shape[1:]) if len(x) == schema.rows else tuple(x.shape)))
+        for length, group in names.items():
+            lengths[group[0]] = length
+        return cls(schema.rows, lengths, (tuple(sorted(map(tuple, names.values()))), tuple(others)))
+
+
+@dataclass
+class _Seen:
+    """The draws of a module in batches of one kind: their forms, and the lines for which it was run."""
+
+    forms: dict[Lines, set[Form | None]] = field(default_factory=lambda: defaultdict(set))
+    tried: set[Lines] = field(default_factory=set)
+
+
+class DrawSites:
+    """The draws of a module that were seen so far, by the lines that lead to them.
+
+    Args:
+        wholes: for modules that have read the sizes of a rank's part: what they had read of the whole.
+
+    Attributes:
+        failure: why the module could not be run without values; None if it could.
+    """
+
+    def __init__(self, wholes: Mapping[nn.Module, Mapping[str, Any]]) -> None:
+        self.wholes = wholes
+        self.failure: str | None = None
+        self._seen: dict[Hashable, _Seen] = defaultdict(_Seen)
+        self._draws: dict[Hashable, bool] = {}
+
+    def are_any(self, module: nn.Module, schema: BatchSchema, sizes: Sizes) -> bool:
+        """Return whether a module may draw: so may hooks of the program, and what does not run without values."""
+        if any(map(has_foreign_hooks, module.modules())):
+            return True
+        key = module.training, sizes.others
+        if key not in self._draws:
+            shapes, self.failure = _draws_of(whole_twin(module, set(), self.wholes), schema.batch)
+            self._draws[key] = bool(shapes) or self.failure is not None
+        return self._draws[key]
+
+    def find(self, lines: Lines, sizes: Sizes) -> set[Form | None]:
+        """Return the forms of the draws at some lines in a batch of some sizes, with None if some are not known."""
+        found = self._seen[sizes.others].forms
+        for count in range(len(lines), 0, -1):
+            if (forms := found.get(lines[:count])) is not None:
+                return forms
+        return {None}
+
+    def observe(self, module: nn.Module, schema: BatchSchema, sizes: Sizes, lines: Lines) -> bool:
+        """Run a module without values, unless it has run for these lines before; return whether it ran.
+
+        Args:
+            module: the module, whose weights may be cut.
+            schema: the arguments of its call.
+            sizes: their sizes.
+            lines: those that lead to the draw that is not known yet. Hooks among them run too.
+        """
+        seen = self._seen[sizes.others]
+        if lines in seen.tried:
+            return False
+        seen.tried.add(lines)
+        twin = whole_twin(module, {code for code, _ in lines}, self.wholes)
+        once, self.failure = _draws_of(twin, schema.batch)
+        others = [_draws_of(twin, schema.twice())[0]]
+        names = [name for name, length in sizes.lengths.items() if length > 1]
+        others += [_draws_of(twin, _shorter(schema, sizes.lengths[name]))[0] for name in names]
+        for place, shapes in once.items():
+            again = [other.get(place, ()) for other in others]
+            forms: set[Form | None] = {None}
+            if all(len(other) == len(shapes) for other in again):
+                forms = {_form(own, rest, sizes, names) for own, *rest in zip(shapes, *again, strict=True)}
+            # Fewer lines are those of several draws, of which a pass that has ended early shows some.
+            for count in range(1 if self.failure is None else len(place), len(place) + 1):
+                seen.forms[place[:count]] |= forms
+        return True
+
+
+def _has_tokens(name: str, x: Tensor, rows: int) -> bool:
+    is_of_rows = x.ndim > 1 and len(x) == rows
+    return is_of_rows and (name in TOKENS or (x.ndim == 2 and not x.is_floating_point()))
+
+
+def _shorter(schema: BatchSchema, length: int) -> dict[str, Any]:
+    """Return the arguments without the last token of the inputs that have so many."""
+    parts = {
+        name: x[:, :-1]
+        for name, x in schema.tensors.items()
+        if _has_tokens(name, x, schema.rows) and x.shape[1] == length
+    }
+    return {**schema.batch, **parts}
+
+
+def lines_to(frame: FrameType | None) -> Lines:
+    """Return the lines of the program and its libraries that lead to a draw, without those of torch and Meshwright."""
+    found: list[Line] = []
+    while frame is not None and len(found) < _LONGEST:
+        if _is_seen(frame.f_code):
+            found.append((frame.f_code, frame.f_lasti))
+        frame = frame.f_back
+    return tuple(found)
+
+
+def words_for(lines: Lines) -> str:
+    """Return the function and the line of a draw, for messages."""
+    if not lines:
+        return "a function of torch"
+    code, last = lines[0]
+    positions = list(code.co_positions())
+    return f"{code.co_qualname}, {Path(code.co_filename).name}:{positions[last // 2][0]}"
+
+
+@functools.cache
+def _is_seen(code: CodeType) -> bool:
+    # A layer's __call__ calls its forward at another line if backward computes the layer again.
+    return not code.co_filename.startswith(_LEFT_OUT) and code.co_name != "__call__"
+
+
+def _form(once: tuple[int, ...], others: Sequence[tuple[int, ...]], sizes: Sizes, names: Sequence[str]) -> Form | None:
+    """Return the form of a draw; None if its shapes do not show it.
+
+    Args:
+        once: its shape in a batch.
+        others: its shapes for the rows twice, and without one token of each of the inputs.
+        sizes: the sizes of the batch.
+        names: the names of these inputs.
+    """
+    if any(len(shape) != len(once) for shape in others):
+        return None
+    found = []
+    for dim, size in enumerate(once):
+        twice, *shorter = (shape[dim] for shape in others)
+        has_rows = twice != size
+        if has_rows and (size % sizes.rows or twice != 2 * size):
+            return None
+        entries, fewer = (size // sizes.rows, sizes.rows) if has_rows else (size, 1)
+        grown = {name: entries - other // fewer for name, other in zip(names, shorter, strict=True) if other != size}
+        if len(grown) > 1:
+            return None
+        tokens, each = next(iter(grown.items()), (None, 0))
+        fixed = entries - (0 if tokens is None else each * sizes.lengths[tokens])
+        found.append(Dim(has_rows, fixed, tokens, each))
+    return tuple(found) if sum(dim.has_rows for dim in found) < 2 else None
+
+
+def _draws_of(twin: nn.Module, batch: Mapping[str, Any]) -> tuple[_Shapes, str | None]:
+    """Return the shapes of what a module draws, and why the pass has ended early, if it has."""
+    watch = _Watch()
+    failures: list[str | None] = [None]
+
+    def run() -> None:
+        try:
+            run_again_without_values(twin, batch, instead="draws='rank'", watch=watch)
+        except PlanError as error:
+            failures[0] = str(error.__cause__ or error)
+
+    state = torch.default_generator.get_state()
+    # A thread has none of the modes in which the running pass draws.
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    torch.default_generator.set_state(state)
+    return watch.found, failures[0]
+
+
+class _Watch(TorchDispatchMode):
+    """Sees the shapes of all draws."""
+
+    def __enter__(self) -> Self:
+        self.found: _Shapes = defaultdict(list)
+        super().__enter__()
+        return self
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would wrap each call for a compiler that does not run here
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        is_draw = torch.Tag.nondeterministic_seeded in func.tags and func is not _CHOICE
+        if is_draw and kwargs.get("generator") is not None:
+            kwargs["generator"] = None  # with which torch has no form of some
+        result = func(*args, **kwargs)
+        if is_draw:
+            drawn = result[0] if isinstance(result, tuple) else result
+            self.found[lines_to(sys._getframe(1))].append(tuple(drawn.shape))
+        return result
+
+
+def whole_twin(root: nn.Module, hooked: set[CodeType], wholes: Mapping[nn.Module, Mapping[str, Any]]) -> nn.Module:
+    """Return a module that runs the same code on whole weights without memory, and none of the runtime's.
+
+    Args:
+        root: the module.
+        hooked: the code of the hooks that run in the twin too.
+        wholes: what modules have read of the whole, where they now have what they read of a rank's part.
+    """
+    twins: dict[int, Any] = {}
+    made: dict[int, Tensor] = {}
+
+    def whole(x: Tensor | None) -> Tensor | None:
+        if x is None:
+            return None
+        if id(x) not in made:
+            layout = layout_if_any(x)
+            shape = x.shape if layout is None else layout.shape
+            meta = torch.empty(shape, dtype=x.dtype, device="meta")
+            made[id(x)] = nn.Parameter(meta, x.requires_grad) if isinstance(x, nn.Parameter) else meta
+        return made[id(x)]
+
+    def of(value: Any) -> Any:
+        if isinstance(value, nn.Module):
+            return twin(value)
+        if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module):
+            return MethodType(value.__func__, twin(value.__self__))
+        if type(value) is tuple:
+            return tuple(map(of, value))
+        if type(value) not in (list, dict) or id(value) in twins:
+            return twins.get(id(value), value)
+        copied = twins[id(value)] = type(value)()  # in which a forward may keep what it computes
+        if type(value) is list:
+            copied.extend(map(of, value))
+        else:
+            copied.update({name: of(x) for name, x in value.items()})
+        return copied
+
+    def twin(module: nn.Module) -> Any:
+        if id(module) in twins:
+            return twins[id(module)]
+        new = twins[id(module)] = object.__new__(type(module))
+        own, tables = {**vars(module), **wholes.get(module, {})}, hook_tables(module)
+        values = vars(new)
+        for name, value in own.items():
+            if any(value is table for table in tables):
+                kept = {key: hook for key, hook in value.items() if hooked & set(codes_of(hook))}
+                values[name] = type(value)(kept)
+        values["_parameters"] = {name: whole(x) for name, x in module._parameters.items()}
+        values["_buffers"] = {name: whole(x) for name, x in module._buffers.items()}
+        values["_modules"] = {name: None if x is None else twin(x) for name, x in module._modules.items()}
+        for name, value in own.items():
+            if name not in values and not _is_of_runtime(value):
+                values[name] = of(value)
+        if find_chain(module) is not None:
+            del values["forward"]
+            function: Callable[..., Any] = without_replacements(module, "forward")
+            if function is not getattr(type(module).forward, "__func__", type(module).forward):
+                values["forward"] = MethodType(function, new)
+        return new
+
+    found: nn.Module = twin(root)
+    return found
+
+
+def _is_of_runtime(value: object) -> bool:
+    """Return whether a module's attribute is the runtime's, such as the loss of the global batch."""
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return str(getattr(named, "__module__", "")).startswith(f"{_RUNTIME}.")
