@@ -454,8 +454,9 @@ def _is_dense(x: Tensor) -> bool:
 def _generators(device: torch.device) -> dict[str, Generator]:
     """Return torch's own generators of the CPU and of a device, by the device's kind."""
     found = {"cpu": torch.default_generator}
-    if device.type == "cuda":
-        found["cuda"] = torch.cuda.default_generators[device.index or torch.cuda.current_device()]
+    if device.type == "cuda" and torch.cuda.default_generators:  # not while a step is traced without a GPU
+        index = torch.cuda.current_device() if device.index is None else device.index
+        found["cuda"] = torch.cuda.default_generators[index]
     return found
 
 

@@ -53,6 +53,8 @@ def hand_draws_to(handler: Handler, devices: Iterable[torch.device]) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns of a kernel in the place of its own
             for name in (*_FILLING, _DROPOUT):
+                if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key):
+                    continue  # torch is built for CPUs, and a step is traced
                 kernel = torch.library.get_kernel(f"aten::{name}", key)
                 draw = functools.partial(_dropout if name == _DROPOUT else _draw, kernel.call_boxed)
                 library.impl(name, draw, key, with_keyset=True, allow_override=True)
