@@ -171,6 +171,7 @@ def _saved_whole(run: Run) -> Any:
     return run.evaluate(torch.load(file, weights_only=False))
 
 
+_PICKLED = {"class", "hook", "module hook", "batch-wide", "made", "change"}  # whose functions Python cannot save
 _OPTIMIZER = {"made", "optimizer", "step hook"}
 _WEIGHTS: dict[str, Any] = {
     "the sum of each weight": lambda run: [p.sum().item() for p in run.model.parameters()],
@@ -214,7 +215,7 @@ for _name, _read in _WEIGHTS.items():
             kind="reading",
             may=TOLD,
             stepped=lambda run, read=_read: _say(run, read),  # type: ignore[misc]
-            without=frozenset(_conflicts | {"head", "state", "tied"}),
+            without=frozenset(_conflicts | {"head", "state", "tied", *(_PICKLED if "object" in _name else {"change"})}),
         )
     )
 
