@@ -274,7 +274,6 @@ for _name, _call in {**_CALLS, "a sequence in two pieces": _in_two_pieces}.items
             name=f"calls: {_name}",
             kind="generation",
             may=TOLD,
-            by_design="pp" if _name == "the embedding" else "",
             config=_eager,
             event=lambda run, call=_call: _called(run, lambda run: torch.as_tensor(call(run))),  # type: ignore[misc]
             without=frozenset({"head", "rope", "tied", "phi3", "state", "batch-wide", "average", "parametrization"}),
