@@ -171,6 +171,7 @@ def _saved_whole(run: Run) -> Any:
     return run.evaluate(torch.load(file, weights_only=False))
 
 
+_PICKLED = {"class", "hook", "module hook", "batch-wide", "made", "change"}  # whose functions Python cannot save
 _OPTIMIZER = {"made", "optimizer", "step hook"}
 _WEIGHTS: dict[str, Any] = {
     "the sum of each weight": lambda run: [p.sum().item() for p in run.model.parameters()],
@@ -214,7 +215,7 @@ for _name, _read in _WEIGHTS.items():
             kind="reading",
             may=TOLD,
             stepped=lambda run, read=_read: _say(run, read),  # type: ignore[misc]
-            without=frozenset(_conflicts | {"head", "state", "tied"}),
+            without=frozenset(_conflicts | {"head", "state", "tied", *(_PICKLED if "object" in _name else {"change"})}),
         )
     )
 
@@ -273,7 +274,6 @@ for _name, _call in {**_CALLS, "a sequence in two pieces": _in_two_pieces}.items
             name=f"calls: {_name}",
             kind="generation",
             may=TOLD,
-            by_design="pp" if _name == "the embedding" else "",
             config=_eager,
             event=lambda run, call=_call: _called(run, lambda run: torch.as_tensor(call(run))),  # type: ignore[misc]
             without=frozenset({"head", "rope", "tied", "phi3", "state", "batch-wide", "average", "parametrization"}),

@@ -211,11 +211,11 @@ class Stages:
         return self.cut.order.returned[index].passed(x, arguments(self._signatures[index], args, kwargs))
 
     def _enter_absent(self, name: str, module: nn.Module, args: tuple[object, ...]) -> None:
-        """Raise if a module runs whose weights another stage has, unless it runs before the layers.
+        """Raise if a module runs whose weights another stage has, unless it runs before the layers of a pass.
 
-        There its result is not used, as that of an embedding which the program calls for inputs_embeds.
+        There its result is not used.
         """
-        if self._active is None and name not in self.cut.order.before:
+        if self._active is None:
             raise PlanError(
                 f"{name} was called by itself, and only another stage of the pipeline has its weights, so this rank "
                 "would compute NaN. Call the whole model, model(**batch), or use ParallelPlan(pp=1)"

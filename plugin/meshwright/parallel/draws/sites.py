@@ -330,6 +330,7 @@ def whole_twin(root: nn.Module, hooked: set[CodeType], wholes: Mapping[nn.Module
         values["_buffers"] = {name: whole(x) for name, x in module._buffers.items()}
         values["_modules"] = {name: None if x is None else twin(x) for name, x in module._modules.items()}
         for name, value in own.items():
+            value = getattr(value, "__wrapped__", value) if _is_of_runtime(value) else value
             if name not in values and not _is_of_runtime(value):
                 values[name] = of(value)
         if find_chain(module) is not None:

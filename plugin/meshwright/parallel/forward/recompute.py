@@ -105,12 +105,12 @@ class _Compared:
     """
 
     def __init__(self, name: str, function: Callable[..., Any]):
-        self._name, self._function, self._calls = name, function, 0
+        self._name, self.__wrapped__, self._calls = name, function, 0
 
     def __call__(self, layer: Callable[..., Any], *args: object, **kwargs: object) -> Any:
         self._calls += 1
         if self._calls > _FIRST or not all(map(has_values, tensors_in((args, kwargs)))):
-            return self._function(layer, *args, **kwargs)
+            return self.__wrapped__(layer, *args, **kwargs)
         first: list[Tensor] = []
 
         def compared(*args: object, **kwargs: object) -> Any:
@@ -123,7 +123,7 @@ class _Compared:
             return output
 
         with set_checkpoint_early_stop(False):  # otherwise the result is not computed again
-            return self._function(compared, *args, **kwargs)
+            return self.__wrapped__(compared, *args, **kwargs)
 
     def _refuse(self) -> None:
         """Raise at the end of backward."""
