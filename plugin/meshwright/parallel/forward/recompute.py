@@ -11,6 +11,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from meshwright.errors import PlanError
 from meshwright.faults.memory_digest import has_values
+from meshwright.parallel.async_numbers import is_deferred
 from meshwright.parallel.autograd_graph import in_backward, tensors_in
 from meshwright.parallel.batch.schema import CACHES
 from meshwright.parallel.forward.writes import WritesInRecompute
@@ -18,7 +19,7 @@ from meshwright.roles.decoder import towers_of
 
 _FLAG = "gradient_checkpointing"  # attribute of a transformers module: whether backward recomputes it
 _FUNCTION = "_gradient_checkpointing_func"  # attribute of the same module: what calls it
-_FIRST = 3  # calls of each layer whose result is compared with what backward computes
+_FIRST = 3  # calls of each layer whose result is compared with what backward computes; one on a GPU
 
 
 def can_recompute(model: nn.Module) -> bool:
@@ -109,7 +110,9 @@ class _Compared:
 
     def __call__(self, layer: Callable[..., Any], *args: object, **kwargs: object) -> Any:
         self._calls += 1
-        if self._calls > _FIRST or not all(map(has_values, tensors_in((args, kwargs)))):
+        given = list(tensors_in((args, kwargs)))
+        is_early = self._calls == 1 or (self._calls <= _FIRST and not any(is_deferred(x.device) for x in given))
+        if not is_early or not all(map(has_values, given)):
             return self.__wrapped__(layer, *args, **kwargs)
         first: list[Tensor] = []
 
@@ -135,10 +138,13 @@ class _Compared:
 
 
 def _size(output: object) -> tuple[Tensor, float]:
-    """Return the norm of the first tensor of a result, and how far it may be another by the order of sums."""
+    """Return the norm of the first tensor of a result, and how far a repetition may be from it.
+
+    The order of sums may differ, as in atomic additions, and experts scale tokens by scores that are computed again.
+    """
     x = next(x for x in tensors_in(output) if x.is_floating_point()).detach()
     norm = torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32))
-    return norm, max(4 * torch.finfo(norm.dtype).eps, 16 * torch.finfo(x.dtype).eps / max(1, x.numel()) ** 0.5)
+    return norm, min(torch.finfo(x.dtype).eps ** 0.5, 0.01)
 
 
 def recompute_switch(model: nn.Module) -> str | None:
