@@ -144,7 +144,7 @@ def _size(output: object) -> tuple[Tensor, float]:
     """
     x = next(x for x in tensors_in(output) if x.is_floating_point()).detach()
     norm = torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32))
-    return norm, min(torch.finfo(x.dtype).eps ** 0.5, 0.01)
+    return norm, min(torch.finfo(x.dtype).eps ** 0.75, 0.01)
 
 
 def recompute_switch(model: nn.Module) -> str | None:
