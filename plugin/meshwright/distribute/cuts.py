@@ -164,7 +164,8 @@ def build_on_fake_rank(
 ) -> Build:
     """Decide what ``to_distributed`` would decide on this rank of a fake world, in which no guard meets others."""
     decoder = without_wrappers(model)[1]
-    config = dataclasses.replace(config or ToDistributedConfig(), plan=plan)
+    # Nothing is drawn on tensors without values.
+    config = dataclasses.replace(config or ToDistributedConfig(), plan=plan, draws="rank")
     mesh = Mesh.build(plan.dims, torch.device(device).type)
     return Build(
         model=model,

@@ -125,7 +125,8 @@ class DrawSites:
             return True
         key = module.training, sizes.others
         if key not in self._draws:
-            shapes, self.failure = _draws_of(whole_twin(module, set(), self.wholes), schema.batch)
+            shapes, self.failure = _draws_of(twin := whole_twin(module, set(), self.wholes), schema.batch)
+            _clear(twin)
             self._draws[key] = bool(shapes) or self.failure is not None
         return self._draws[key]
 
@@ -155,6 +156,7 @@ class DrawSites:
         others = [_draws_of(twin, schema.twice())[0]]
         names = [name for name, length in sizes.lengths.items() if length > 1]
         others += [_draws_of(twin, _shorter(schema, sizes.lengths[name]))[0] for name in names]
+        _clear(twin)
         for place, shapes in once.items():
             again = [other.get(place, ()) for other in others]
             forms: set[Form | None] = {None}
@@ -341,6 +343,12 @@ def whole_twin(root: nn.Module, hooked: set[CodeType], wholes: Mapping[nn.Module
 
     found: nn.Module = twin(root)
     return found
+
+
+def _clear(twin: nn.Module) -> None:
+    """Let go of all that a twin has, of which some refers to the twin again."""
+    for module in list(twin.modules()):
+        vars(module).clear()
 
 
 def _is_of_runtime(value: object) -> bool:
