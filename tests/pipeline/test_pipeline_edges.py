@@ -6,7 +6,7 @@ import copy
 import itertools
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -33,15 +33,9 @@ from support.tiers import crossing
 PLAN = {"pp": 2, "gradient_accumulation_steps": 2}
 
 
-def distributed(
-    plan: dict[str, Any] | None = None,
-    family: str = "llama",
-    draws: Literal["device", "rank"] = "device",
-    **traits: Any,
-) -> Any:
+def distributed(plan: dict[str, Any] | None = None, family: str = "llama", **traits: Any) -> Any:
     model = build(family, num_hidden_layers=4, **traits)
-    config = mw.ToDistributedConfig(plan=mw.ParallelPlan(**(plan or PLAN)), draws=draws)
-    return mw.to_distributed(model, config=config)[0].train()
+    return mw.to_distributed(model, plan=mw.ParallelPlan(**(plan or PLAN)))[0].train()
 
 
 def batch(rows: int = 4, length: int = 10, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -75,7 +69,7 @@ def test_a_rank_holds_its_stages_only(plan: dict[str, Any], pool2: Any) -> None:
 
 def dropout_masks(plan: dict[str, Any]) -> tuple[list[float], list[torch.Tensor]]:
     """Two losses on the same batch, and the masks that one dropout of each layer draws, as sums of its output."""
-    model = distributed(plan, "llama", draws="rank", attention_dropout=0.3)
+    model = distributed(plan, "llama", attention_dropout=0.3)
     drawn: list[torch.Tensor] = []
     held = {id(p) for p in model.parameters() if layout_of(p).is_held}
     for layer in model.model.layers:

@@ -26,7 +26,6 @@ import torch
 import xxhash
 from torch import Generator, Tensor, nn
 
-from meshwright.errors import PlanError
 from meshwright.faults.guard import Guard
 from meshwright.mesh.axes import Axis, Mesh
 from meshwright.parallel.autograd_graph import in_backward
@@ -58,12 +57,11 @@ class _Pass:
         format: what they mean.
         device: the device on which it draws.
         dp: the axis over which the rows of the global batch are split.
-        states: the states of torch's generators at the start.
+        states: the states of torch's generators before the first micro-batch.
         given: the program's own generators that the pass has drawn from, with their states before.
         thread: the thread that runs it.
         last: by kind of device, the digest of the generator's state after the last draw.
         part: which of this rank's rows run now; None for all.
-        carries: whether the states of the generators cross from stage to stage of a pipeline with the activations.
         drew: whether it has drawn.
         is_seen: whether all that it has drawn was seen.
     """
@@ -73,12 +71,11 @@ class _Pass:
     format: BatchFormat
     device: torch.device
     dp: Axis
-    states: dict[str, Tensor]
     last: dict[str, bytes]
     thread: int = field(default_factory=threading.get_ident)
+    states: dict[str, Tensor] = field(default_factory=dict)
     given: dict[Generator, Tensor] = field(default_factory=dict)
     part: range | None = None
-    carries: bool = False
     drew: bool = False
     is_seen: bool = True
 
@@ -203,12 +200,10 @@ class DeviceDraws:
         if not self.is_on:
             return
         tp, is_first = self._mesh.tp, self._state is None
-        has_copies = tp.size * self._mesh.pp.size > 1
         self._state = b"".join(map(_digest, _generators(device).values())).hex()
-        for axis in (tp, self._mesh.pp):
-            if axis.size > 1 and is_first and guard.is_current:
-                self._compare(guard, axis, self._state)
-        self._moment = f"{self._state} after {self._rows} rows" if has_copies and self._has_drawn else ""
+        if tp.size > 1 and is_first and guard.is_current:
+            self._compare(guard, tp, self._state)
+        self._moment = f"{self._state} after {self._rows} rows" if tp.size > 1 and self._has_drawn else ""
 
     def meet_over(self, guard: Guard, axis: Axis) -> None:
         """Compare what ranks draw from and for how many rows, where they reduce their gradients: in the first steps
@@ -246,9 +241,8 @@ class DeviceDraws:
             return self._streams.enter_model(device, trains=trains)
         hand_draws_to(_process.draw, (torch.device("cpu"), device))
         restore = None if self.is_on else self._streams.enter_model(device, trains=trains)
-        states = {kind: generator.get_state() for kind, generator in _generators(device).items()}
-        last = {kind: _digest_of(state) for kind, state in states.items()}
-        current = _Pass(module, batch, self._format, device, self._mesh.dp, states, last)
+        last = {kind: _digest(generator) for kind, generator in _generators(device).items()}
+        current = _Pass(module, batch, self._format, device, self._mesh.dp, last)
         before, self._pass = self._pass, current
         outer, _process.running, _process.first_row = _process.running, self, 0
         if trains:
@@ -258,11 +252,7 @@ class DeviceDraws:
             _process.running, self._pass = outer, before
             if restore is not None:
                 restore()
-            elif (
-                current.drew
-                or current.carries
-                or any(_digest(g) != current.last[kind] for kind, g in _generators(device).items())
-            ):
+            elif current.drew or any(_digest(g) != current.last[kind] for kind, g in _generators(device).items()):
                 self._end(current)
 
         return end
@@ -272,47 +262,16 @@ class DeviceDraws:
         current = self._pass
         if current is None or not self.is_on:
             return
-        current.part = rows
-        self.begin_backward(rows)
+        current.part, _process.first_row = rows, rows.start
+        generators = _generators(current.device)
+        if not rows.start:
+            current.states = {kind: generator.get_state() for kind, generator in generators.items()}
+            return
         for given, state in current.given.items():
             given.set_state(state)
-        self._set(current, current.states)
-
-    def begin_backward(self, rows: range) -> None:
-        """Begin the backward of a micro-batch, which may compute layers again."""
-        _process.first_row = rows.start
-
-    def begin_stages(self) -> Tensor | None:
-        """Return what crosses the stages of a pipeline in the running pass, if it draws: the states of the generators.
-
-        Each stage draws for its own layers, beginning with the states that the stage before has left.
-        """
-        current = self._pass
-        if current is not None and self.is_on:
-            current.carries = self._sites.are_any(current.module, current.schema, current.sizes)
-        return self.state
-
-    @property
-    def state(self) -> Tensor | None:
-        """The states of the generators, as numbers, in a pass in which they cross stages; in others None."""
-        current = self._pass
-        if current is None or not current.carries:
-            return None
-        states = [generator.get_state() for generator in _generators(current.device).values()]
-        return torch.cat(states).view(torch.int64).to(current.device)
-
-    def resume(self, state: Tensor) -> None:
-        """Go on from the states of another rank."""
-        current = self._pass
-        assert current is not None
-        sizes = [len(own) for own in current.states.values()]
-        parts = state.cpu().view(torch.uint8).split(sizes)
-        self._set(current, dict(zip(current.states, parts, strict=True)))
-
-    def _set(self, current: _Pass, states: Mapping[str, Tensor]) -> None:
-        for kind, generator in _generators(current.device).items():
-            generator.set_state(states[kind].clone())
-            current.last[kind] = _digest_of(states[kind])
+        for kind, generator in generators.items():
+            generator.set_state(current.states[kind])
+            current.last[kind] = _digest_of(current.states[kind])
 
     def draw(self, kernel: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a draw of the running pass."""
@@ -329,12 +288,6 @@ class DeviceDraws:
             )  # fmt: skip
             self._differs = False
             return kernel(*args, **kwargs)
-        if self._mesh.pp.size > 1 and not current.carries:
-            raise PlanError(
-                f"{words_for(lines_to(sys._getframe(1)))} draws random numbers where a pass without values has drawn "
-                "none. Each stage of a pipeline runs some of the layers, so it is not known what one device has drawn "
-                f"before. Use {_RANK}, or pp=1"
-            )
         current.drew = True
         state = _digest(generator := _generator(args, kwargs))
         x, kind, is_default = kwargs.get("out", args[0]), generator.device.type, kwargs.get("generator") is None
@@ -406,11 +359,6 @@ class DeviceDraws:
             self._is_known = False
         if not self._is_known:
             self._stop()
-            if self._mesh.pp.size > 1:
-                raise PlanError(
-                    "a stage of a pipeline has drawn random numbers that are not those of one device, as a warning "
-                    f"says, and the stages draw together. Use {_RANK}, or pp=1"
-                )
 
     def _stop(self) -> None:
         """Let the ranks draw from streams of their own from the next pass on."""
