@@ -212,7 +212,8 @@ def build_on_fake_rank(
     guard: Guard | None = None,
 ) -> Build:
     """Decide what ``to_distributed`` would decide on this rank of a fake world, in which no guard meets others."""
-    config = dataclasses.replace(config or ToDistributedConfig(), plan=plan)
+    # Nothing is drawn on tensors without values.
+    config = dataclasses.replace(config or ToDistributedConfig(), plan=plan, draws="rank")
     facts = Facts(model)
     runtime = Runtime(mesh=Mesh.build(plan.dims, torch.device(device).type), plan=plan, guard=guard)
     return Build.of(cut(facts, plan, config, loss=find_loss(decoder_of(facts).model)), runtime, torch.device(device))

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from meshwright.errors import PlanError
 from meshwright.parallel.batch.schema import Batch
 from meshwright.parallel.batch.share import cut
-from meshwright.parallel.draws.device_draws import DeviceDraws
 from meshwright.parallel.gradients.summed import SummedGradients
 from meshwright.parallel.method_chain import StepOrder
 from meshwright.parallel.output_loss import loss_of
@@ -65,14 +64,12 @@ class Boundaries:
         counts: the number of tensors at each boundary.
         hidden: for each micro-batch, the shape of its hidden states; None if only a run shows it.
         seen: for each micro-batch, the formats at the boundaries of this rank's stages that it has crossed so far.
-        state: the random state that crosses with activations; None if it does not.
     """
 
     known: Sequence[Mapping[int, Format]]
     counts: Sequence[int]
     hidden: Sequence[tuple[int, ...] | None]
     seen: tuple[dict[int, Format], ...]
-    state: Tensor | None = None
 
     def expected(self, key: Key) -> Expected:
         """Return the crossing that a rank will receive."""
@@ -83,11 +80,11 @@ class Boundaries:
         def format() -> Format | None:
             found = known.get(boundary)
             if is_forward:
-                return found if found is None or self.state is None else (*found, *format_of((self.state,)))
+                return found
             found = found or seen.get(boundary)  # it was sent before its gradient comes
             return None if found is None else tuple(one for one in found if has_gradient(one[1]))
 
-        return Expected(key, format, self.counts[boundary] + (is_forward and self.state is not None))
+        return Expected(key, format, self.counts[boundary])
 
     def see(self, boundary: int, micro_batch: int, crossing: Crossing) -> None:
         """Keep the format of a crossing.
@@ -131,8 +128,6 @@ class Step:
         look: called after a stage's forward on each micro-batch, to find state that the forward has written.
         is_refused: returns whether such state will be an error of all ranks at the end of the step.
         scale: the factor of the losses in float16; None for no factor.
-        draws: what the passes draw.
-        rows: the rows of each micro-batch.
         fillers: the micro-batches without rows of their own, which only keep this rank in step.
     """
 
@@ -146,8 +141,6 @@ class Step:
     keep: Callable[[Any], None]
     look: Callable[[], None]
     is_refused: Callable[[], bool]
-    draws: DeviceDraws
-    rows: Sequence[range]
     scale: Tensor | float | None = None
     fillers: frozenset[int] = frozenset()
     total: Tensor | None = None
@@ -193,14 +186,10 @@ class Step:
         received = None
         if stage > 0:
             received = self._take(True, stage, micro_batch, stages.rank_of(stage - 1))
-            if self.boundaries.state is not None:
-                *crossed, self.stages.arrived = received
-                received = tuple(crossed)
             self.boundaries.see(stage, micro_batch, received)
             for x in received:
                 x.requires_grad_(trains and has_gradient(x.dtype))
         batch = self.batches[micro_batch]
-        self.draws.begin_slice(self.rows[micro_batch])
         with self.running(micro_batch):
             output = self.stages.run(stage, batch, received)
         self.look()
@@ -213,8 +202,7 @@ class Step:
             output = () if loss is None else (loss if self.scale is None else loss * self.scale,)
         else:
             self.boundaries.see(stage + 1, micro_batch, output)
-            state = () if self.boundaries.state is None or self.stages.left is None else (self.stages.left,)
-            self._give(Operation(Kind.FORWARD, stage, micro_batch), (*(x.detach() for x in output), *state))
+            self._give(Operation(Kind.FORWARD, stage, micro_batch), tuple(x.detach() for x in output))
         if trains:
             self._alive[stage, micro_batch] = received, output
 
@@ -228,7 +216,6 @@ class Step:
         """
         cut, stage, micro_batch = self.stages.cut, operation.stage, operation.micro_batch
         received, output = self._alive.pop((stage, micro_batch))
-        self.draws.begin_backward(self.rows[micro_batch])
         crossed, output = differentiable(received or ()), differentiable(output)
         gradients: Sequence[Tensor | None] = [None] * len(output)
         if stage != cut.last:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -129,9 +128,7 @@ class PipelineForward(BatchStep):
         self.balancing = find_step(decoder, LoadBalancing)
         towers = runtime.features.find(TowerFeatures)
         self.region = region
-        self.stages = Stages(
-            cut, self, region, self.balancing, towers, beside=BesideInputs(cut, region), draws=runtime.draws
-        )
+        self.stages = Stages(cut, self, region, self.balancing, towers, beside=BesideInputs(cut, region))
         splits = cut.schedule in SPLIT_BACKWARD
         self.later = WeightGradients(_own_modules(decoder, cut) if splits else ())
         self._boundary_dtypes: dict[_Precision, dict[int, torch.dtype]] = {}
@@ -220,7 +217,6 @@ class PipelineForward(BatchStep):
         self.fixed.see(schema)
         row_counts = schema.row_counts(count)
         step = self._step(schema.split(count), loss, operations, of_stages)
-        step.rows = [range(high - held, high) for held, high in zip(row_counts, accumulate(row_counts), strict=True)]
         step.scale = scale = runtime.features.get(LossScale).of(targets.device)
         step.fillers = frozenset(i for i, held in enumerate(row_counts) if held == 0)
         self.writes.start()
@@ -230,7 +226,6 @@ class PipelineForward(BatchStep):
         self._remember(step)
         self._sum_ties(sums)
         total, balance = self._share_losses(step)
-        self._share_state()
         loss.is_global()
         # A stage whose own weights are all frozen runs backward too, if another stage trains.
         root = torch.zeros_like(total, requires_grad=bool(trained))
@@ -254,7 +249,6 @@ class PipelineForward(BatchStep):
         with torch.no_grad():
             run_evaluation(step)
             self._remember(step)
-            self._share_state()
             total, balance = None, None
             if has_targets or routers is not None:
                 total, balance = self._share_losses(step)
@@ -269,14 +263,12 @@ class PipelineForward(BatchStep):
         operations: tuple[Operation, ...],
         parameters: dict[int, list[nn.Parameter]],
     ) -> Step:
-        draws = self.runtime.draws
         stages, numbers = range(len(self.pipeline.cut.spans)), self._routers_of(batches[0]) is not None
         boundaries = Boundaries(
             known=[self._known(batch) for batch in batches],
             hidden=[self._shape(batch) for batch in batches],
             counts=[1 + self.stages.beside.count(stage) + numbers for stage in stages],
             seen=tuple({} for _ in batches),
-            state=draws.begin_stages(),
         )
         return Step(
             stages=self.stages,
@@ -289,8 +281,6 @@ class PipelineForward(BatchStep):
             look=self.writes.look if operations else lambda: None,
             is_refused=lambda: self.writes.has_error,
             keep=self.outputs.keep,
-            draws=draws,
-            rows=[range(BatchSchema(batch, self.format).rows) for batch in batches],
         )
 
     def _routers_of(self, batch: Batch) -> RouterRecord | None:
@@ -386,17 +376,6 @@ class PipelineForward(BatchStep):
         with waiting_for_the_gpu():
             own = own.to(device, self._loss_dtypes[key])
         return own[0], own[4] if balances else None
-
-    @own_collectives()
-    def _share_state(self) -> None:
-        """Go on, on every rank, from the random state that the last stage has left."""
-        draws, pp = self.runtime.draws, self.runtime.mesh.pp
-        if (state := draws.state) is None:
-            return
-        with waiting_for_the_gpu():
-            state = state.to(wire_device(state.device))
-        dist.broadcast(state, group=pp.group, group_src=self.pipeline.cut.last_rank)
-        draws.resume(state)
 
     def _sum_ties(self, sums: SummedGradients) -> None:
         """Add up the gradients of a tied weight over the stages that hold it, before they are averaged over dp."""

@@ -27,7 +27,6 @@ from meshwright.faults.memory_digest import has_values
 from meshwright.parallel.autograd_graph import tensors_in
 from meshwright.parallel.batch.items import kind_of
 from meshwright.parallel.batch.schema import Batch, BatchSchema
-from meshwright.parallel.draws.device_draws import DeviceDraws
 from meshwright.parallel.experts.load_balancing import LoadBalancing
 from meshwright.parallel.fake_passes.sources import OUTSIDE
 from meshwright.parallel.foreign_hooks import without_foreign_hooks
@@ -61,11 +60,6 @@ class Stages:
             statistics of the routers so far cross with the hidden states.
         towers: what cuts the features of towers that enter between the layers; None without towers.
         beside: what the layers of this rank's stages get from other stages beside their hidden states.
-        draws: what the model's passes draw.
-
-    Attributes:
-        arrived: the random state that crossed from the stage before, until the stage's first layer runs.
-        left: the random state after the last layer of the stage.
     """
 
     def __init__(
@@ -77,11 +71,7 @@ class Stages:
         towers: TowerFeatures | None = None,
         *,
         beside: BesideInputs,
-        draws: DeviceDraws,
     ):
-        self.draws = draws
-        self.arrived: Tensor | None = None
-        self.left: Tensor | None = None
         self.cut, self.step, self.region = cut, step, region
         self.balancing, self.towers, self.beside = balancing, towers, beside
         self._length = 0
@@ -187,9 +177,6 @@ class Stages:
         self._is_after = self._active == self.cut.last and index == len(self.cut.layers) - 1
         if index in span:
             self._check_beside(index, args, kwargs)
-        if index == span.start and self.arrived is not None:
-            state, self.arrived = self.arrived, None
-            self.draws.resume(state)
         if index == span.start and self.region is not None:
             return self.region.run_first(own, args, kwargs, length=None if self._active == 0 else self._length)
         if index in span:
@@ -198,7 +185,7 @@ class Stages:
         if index == 0:
             self._length = x.shape[1]
         if index == span.stop:
-            self._hidden, self.left = x, self.draws.state
+            self._hidden = x
             if self.towers is not None:
                 self.towers.end_stage()
         if index >= span.stop and (beside := self.beside.crossing(index)) is not None:

@@ -337,7 +337,7 @@ class ToDistributedConfig:
             before every save, and in the first steps if forward writes tensors of the model. Tokens and the
             optimizer's settings are compared in every step.
         draws: what a forward draws at random, such as the masks of dropout. "device": what one device draws with the
-            same seed, under all axes but cp, ep and etp; see docs/equality.md. "rank": each rank draws for what it
+            same seed, under all axes but pp, cp, ep and etp; see docs/equality.md. "rank": each rank draws for what it
             computes, from a stream of its own.
         logging_steps: number of steps from one status line to the next; None shows neither the card at the start nor
             lines. Rank 0 prints them: loss, norm, throughput, MFU, memory and the slowest rank; see docs/monitoring.md.

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import logging
 import math
 import sys
@@ -26,26 +25,24 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 
-from meshwright.errors import PlanError
 from meshwright.faults.guard import Guard
 from meshwright.mesh.axes import Axis, Mesh
 from meshwright.parallel.autograd_graph import in_backward
 from meshwright.parallel.batch.items import BatchFormat
 from meshwright.parallel.batch.schema import BatchSchema
 from meshwright.parallel.batch.share import share_of
+from meshwright.parallel.draws.cost import RANK, DrawingTime
+from meshwright.parallel.draws.generators import digest_of, digest_of_state, generator_of, generators_of
 from meshwright.parallel.draws.kernels import Call, hand_draws_to
-from meshwright.parallel.draws.part import Part, part_of
+from meshwright.parallel.draws.part import Part, draw_part, is_dense, part_of
 from meshwright.parallel.draws.sites import DrawSites, Lines, Sizes, lines_to, words_for
 from meshwright.parallel.dropout_streams import DropoutStreams, Restore
-from meshwright.progress import is_first_rank
 from meshwright.temporarily import temporarily
 
 logger = logging.getLogger(__name__)
 
 _MOST = 2**15  # draws whose parts are known again when backward computes a layer again
 _FIRST, _EVERY = 3, 50  # the first steps, in which the ranks compare their random states, and every so many
-_TIMED, _SHARE = 5, 0.02  # the first steps, and the part of their time of which a line tells
-_RANK = "ToDistributedConfig(draws='rank')"
 
 
 @dataclass
@@ -58,12 +55,11 @@ class _Pass:
         format: what they mean.
         device: the device on which it draws.
         dp: the axis over which the rows of the global batch are split.
-        states: the states of torch's generators at the start.
+        states: the states of torch's generators before the first micro-batch.
         given: the program's own generators that the pass has drawn from, with their states before.
         thread: the thread that runs it.
         last: by kind of device, the digest of the generator's state after the last draw.
         part: which of this rank's rows run now; None for all.
-        carries: whether the states of the generators cross from stage to stage of a pipeline with the activations.
         drew: whether it has drawn.
         is_seen: whether all that it has drawn was seen.
     """
@@ -73,12 +69,11 @@ class _Pass:
     format: BatchFormat
     device: torch.device
     dp: Axis
-    states: dict[str, Tensor]
     last: dict[str, bytes]
     thread: int = field(default_factory=threading.get_ident)
+    states: dict[str, Tensor] = field(default_factory=dict)
     given: dict[Generator, Tensor] = field(default_factory=dict)
     part: range | None = None
-    carries: bool = False
     drew: bool = False
     is_seen: bool = True
 
@@ -126,6 +121,10 @@ class _Process:
         of_state.pop(self.first_row, None)
         of_state[self.first_row] = part
 
+    def forget(self, state: bytes) -> None:
+        """Forget a draw of another pass from the same state, such as that of a program that seeds again."""
+        self.parts.pop(state, None)
+
     def kept(self, state: bytes) -> Part | None:
         """Return the part of a draw from a state; of several, that of the micro-batch that runs, or the last one."""
         of_state = self.parts.get(state, {})
@@ -135,8 +134,8 @@ class _Process:
     def draw(self, kernel: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a draw of this process."""
         if in_backward():
-            part = self.kept(_digest(_generator(args, kwargs))) if self.parts else None
-            return kernel(*args, **kwargs) if part is None else _drawn(part, kernel, args, kwargs)
+            part = self.kept(digest_of(generator_of(args, kwargs))) if self.parts else None
+            return kernel(*args, **kwargs) if part is None else draw_part(part, kernel, args, kwargs)
         running = self.running
         if running is None or not running.runs_here:
             return kernel(*args, **kwargs)
@@ -181,7 +180,7 @@ class DeviceDraws:
         self._moment, self._rows = "", 0
         self._meetings: dict[str, int] = {}
         self._compares, self._has_drawn, self._differs = is_on, False, False
-        self._cost = _Cost()
+        self._cost = DrawingTime()
 
     @property
     def moment(self) -> str:
@@ -203,12 +202,10 @@ class DeviceDraws:
         if not self.is_on:
             return
         tp, is_first = self._mesh.tp, self._state is None
-        has_copies = tp.size * self._mesh.pp.size > 1
-        self._state = b"".join(map(_digest, _generators(device).values())).hex()
-        for axis in (tp, self._mesh.pp):
-            if axis.size > 1 and is_first and guard.is_current:
-                self._compare(guard, axis, self._state)
-        self._moment = f"{self._state} after {self._rows} rows" if has_copies and self._has_drawn else ""
+        self._state = b"".join(map(digest_of, generators_of(device).values())).hex()
+        if tp.size > 1 and is_first and guard.is_current:
+            self._compare(guard, tp, self._state)
+        self._moment = f"{self._state} after {self._rows} rows" if tp.size > 1 and self._has_drawn else ""
 
     def meet_over(self, guard: Guard, axis: Axis) -> None:
         """Compare what ranks draw from and for how many rows, where they reduce their gradients: in the first steps
@@ -246,9 +243,8 @@ class DeviceDraws:
             return self._streams.enter_model(device, trains=trains)
         hand_draws_to(_process.draw, (torch.device("cpu"), device))
         restore = None if self.is_on else self._streams.enter_model(device, trains=trains)
-        states = {kind: generator.get_state() for kind, generator in _generators(device).items()}
-        last = {kind: _digest_of(state) for kind, state in states.items()}
-        current = _Pass(module, batch, self._format, device, self._mesh.dp, states, last)
+        last = {kind: digest_of(generator) for kind, generator in generators_of(device).items()}
+        current = _Pass(module, batch, self._format, device, self._mesh.dp, last)
         before, self._pass = self._pass, current
         outer, _process.running, _process.first_row = _process.running, self, 0
         if trains:
@@ -258,11 +254,7 @@ class DeviceDraws:
             _process.running, self._pass = outer, before
             if restore is not None:
                 restore()
-            elif (
-                current.drew
-                or current.carries
-                or any(_digest(g) != current.last[kind] for kind, g in _generators(device).items())
-            ):
+            elif current.drew or any(digest_of(g) != current.last[kind] for kind, g in generators_of(device).items()):
                 self._end(current)
 
         return end
@@ -272,47 +264,16 @@ class DeviceDraws:
         current = self._pass
         if current is None or not self.is_on:
             return
-        current.part = rows
-        self.begin_backward(rows)
+        current.part, _process.first_row = rows, rows.start
+        generators = generators_of(current.device)
+        if not rows.start:
+            current.states = {kind: generator.get_state() for kind, generator in generators.items()}
+            return
         for given, state in current.given.items():
             given.set_state(state)
-        self._set(current, current.states)
-
-    def begin_backward(self, rows: range) -> None:
-        """Begin the backward of a micro-batch, which may compute layers again."""
-        _process.first_row = rows.start
-
-    def begin_stages(self) -> Tensor | None:
-        """Return what crosses the stages of a pipeline in the running pass, if it draws: the states of the generators.
-
-        Each stage draws for its own layers, beginning with the states that the stage before has left.
-        """
-        current = self._pass
-        if current is not None and self.is_on:
-            current.carries = self._sites.are_any(current.module, current.schema, current.sizes)
-        return self.state
-
-    @property
-    def state(self) -> Tensor | None:
-        """The states of the generators, as numbers, in a pass in which they cross stages; in others None."""
-        current = self._pass
-        if current is None or not current.carries:
-            return None
-        states = [generator.get_state() for generator in _generators(current.device).values()]
-        return torch.cat(states).view(torch.int64).to(current.device)
-
-    def resume(self, state: Tensor) -> None:
-        """Go on from the states of another rank."""
-        current = self._pass
-        assert current is not None
-        sizes = [len(own) for own in current.states.values()]
-        parts = state.cpu().view(torch.uint8).split(sizes)
-        self._set(current, dict(zip(current.states, parts, strict=True)))
-
-    def _set(self, current: _Pass, states: Mapping[str, Tensor]) -> None:
-        for kind, generator in _generators(current.device).items():
-            generator.set_state(states[kind].clone())
-            current.last[kind] = _digest_of(states[kind])
+        for kind, generator in generators.items():
+            generator.set_state(current.states[kind])
+            current.last[kind] = digest_of_state(current.states[kind])
 
     def draw(self, kernel: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a draw of the running pass."""
@@ -325,18 +286,12 @@ class DeviceDraws:
                 "of their rows, so they draw others than one device. Seed all ranks alike, torch.manual_seed(0), draw "
                 "on all ranks alike between the steps, and take batches from the loader; or pass %s, which says "
                 "nothing",
-                type(current.module).__name__, _RANK,
+                type(current.module).__name__, RANK,
             )  # fmt: skip
             self._differs = False
             return kernel(*args, **kwargs)
-        if self._mesh.pp.size > 1 and not current.carries:
-            raise PlanError(
-                f"{words_for(lines_to(sys._getframe(1)))} draws random numbers where a pass without values has drawn "
-                "none. Each stage of a pipeline runs some of the layers, so it is not known what one device has drawn "
-                f"before. Use {_RANK}, or pp=1"
-            )
         current.drew = True
-        state = _digest(generator := _generator(args, kwargs))
+        state = digest_of(generator := generator_of(args, kwargs))
         x, kind, is_default = kwargs.get("out", args[0]), generator.device.type, kwargs.get("generator") is None
         if not is_default and generator not in current.given:
             current.given[generator] = generator.get_state()
@@ -344,21 +299,23 @@ class DeviceDraws:
         lines = lines_to(sys._getframe(1))
         part = self._part(current, lines, x)
         start = time.perf_counter()
+        if part is None or part.is_whole:
+            _process.forget(state)
         if part is None:
             drawn = self._draw_apart(current, lines, x, generator, lambda: kernel(*args, **kwargs))
         elif part.is_whole:
             drawn = kernel(*args, **kwargs)
         else:
             _process.keep(state, part)
-            drawn = _drawn(part, kernel, args, kwargs)
+            drawn = draw_part(part, kernel, args, kwargs)
             self._cost.add((time.perf_counter() - start) * (1 - x.numel() / math.prod(part.shape)))
         if is_default:
-            current.last[kind] = _digest(generator)
+            current.last[kind] = digest_of(generator)
         return drawn
 
     def _part(self, current: _Pass, lines: Lines, x: Tensor) -> Part | None:
         """Return the part of a draw that this rank keeps; None if it is not known."""
-        if not _is_dense(x):
+        if not is_dense(x):
             return None
         sizes, tp = current.sizes, self._mesh.tp
         of = functools.partial(part_of, rows=current.rows, total=current.total, lengths=sizes.lengths, tp=tp)
@@ -380,7 +337,7 @@ class DeviceDraws:
             "batch%s. So the ranks draw others than one device from the next pass on, and the losses are as good. To "
             "compare the two, draw numbers with a dim of the rows in the model's forward, or pass them to the model; "
             "%s says nothing",
-            words_for(lines), tuple(x.shape), why, _RANK,
+            words_for(lines), tuple(x.shape), why, RANK,
         )  # fmt: skip
         self._is_known = False
         seed = int(torch.empty((), dtype=torch.int64, device=x.device).random_(generator=generator))
@@ -393,24 +350,19 @@ class DeviceDraws:
 
     def _end(self, current: _Pass) -> None:
         self._has_drawn, self._rows = True, current.total
-        now = _generators(current.device)
-        if not current.is_seen or any(_digest(generator) != current.last[kind] for kind, generator in now.items()):
+        now = generators_of(current.device)
+        if not current.is_seen or any(digest_of(generator) != current.last[kind] for kind, generator in now.items()):
             self._tell_once(
                 "unseen",
                 "the forward of %s draws random numbers inside of a kernel, such as an attention with dropout on CUDA "
                 "or an LSTM with dropout, where a rank cannot draw for all rows. So the ranks draw others than one "
                 "device from the next pass on. For attention use attn_implementation='eager'; or pass %s, which says "
                 "nothing",
-                type(current.module).__name__, _RANK,
+                type(current.module).__name__, RANK,
             )  # fmt: skip
             self._is_known = False
         if not self._is_known:
             self._stop()
-            if self._mesh.pp.size > 1:
-                raise PlanError(
-                    "a stage of a pipeline has drawn random numbers that are not those of one device, as a warning "
-                    f"says, and the stages draw together. Use {_RANK}, or pp=1"
-                )
 
     def _stop(self) -> None:
         """Let the ranks draw from streams of their own from the next pass on."""
@@ -420,84 +372,3 @@ class DeviceDraws:
         if about not in self._told:
             self._told.add(about)
             logger.warning(text, *values)  # perhaps on this rank alone; equal texts are printed once
-
-
-def _drawn(part: Part, kernel: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Draw a whole tensor, and keep a part of it."""
-    x: Tensor = args[0]
-    # A kernel may draw in the order of the memory.
-    order = sorted(range(x.ndim), key=x.stride, reverse=True) if not x.is_contiguous() else list(range(x.ndim))
-    memory = x.new_empty([part.shape[dim] for dim in order])
-    whole = memory.permute([order.index(dim) for dim in range(x.ndim)])
-    rest = [_whole_of(part, value.expand(x.shape)) if isinstance(value, Tensor) else value for value in args[1:]]
-    kernel(whole, *rest, **kwargs)
-    return x.copy_(part.of(whole))
-
-
-def _whole_of(part: Part, own: Tensor) -> Tensor:
-    """Return the probabilities of a whole draw, of which those of other ranks do not matter."""
-    whole = own.new_full(part.shape, 0.5)
-    places = part.of(torch.arange(whole.numel(), device=own.device).view(part.shape))
-    return whole.view(-1).index_copy(0, places.flatten(), own.flatten()).view(part.shape)
-
-
-def _is_dense(x: Tensor) -> bool:
-    """Return whether a tensor has its elements one after the other, whatever the order of its dims."""
-    expected = 1
-    for stride, size in sorted((x.stride(dim), x.shape[dim]) for dim in range(x.ndim) if x.shape[dim] != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
-
-
-def _generators(device: torch.device) -> dict[str, Generator]:
-    """Return torch's own generators of the CPU and of a device, by the device's kind."""
-    found = {"cpu": torch.default_generator}
-    if device.type == "cuda" and torch.cuda.default_generators:  # not while a step is traced without a GPU
-        index = torch.cuda.current_device() if device.index is None else device.index
-        found["cuda"] = torch.cuda.default_generators[index]
-    return found
-
-
-def _generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Generator:
-    """Return the generator from which an operation draws."""
-    given: Generator | None = kwargs.get("generator")
-    device = kwargs.get("out", args[0]).device
-    return _generators(device)[device.type] if given is None else given
-
-
-def _digest(generator: Generator) -> bytes:
-    return _digest_of(generator.get_state())
-
-
-def _digest_of(state: Tensor) -> bytes:
-    return hashlib.blake2b(state.numpy().data, digest_size=8).digest()
-
-
-class _Cost:
-    """Tells once if the parts of other ranks take a noticeable part of the first steps."""
-
-    def __init__(self) -> None:
-        self._steps, self._start, self._spent = 0, 0.0, 0.0
-
-    def begin(self) -> None:
-        """Begin a training pass."""
-        if self._steps > _TIMED:
-            return
-        now = time.perf_counter()
-        if self._steps == 1:  # the first step finds the forms of the draws
-            self._start, self._spent = now, 0.0
-        self._steps += 1
-        share = self._spent / max(now - self._start, 1e-9)
-        if self._steps > _TIMED and share > _SHARE and is_first_rank():
-            logger.info(
-                "each rank draws the random numbers of the whole batch, so that they are those of one device, which "
-                "takes %.0f %% of a step. %s draws those of the rank's rows alone",
-                100 * share, _RANK,
-            )  # fmt: skip
-
-    def add(self, seconds: float) -> None:
-        """Add time that the parts of other ranks have taken."""
-        if self._steps <= _TIMED:
-            self._spent += seconds

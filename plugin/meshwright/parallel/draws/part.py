@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.mesh.axes import Axis
+from meshwright.parallel.draws.kernels import Call
 from meshwright.parallel.draws.sites import Dim, Form
 
 
@@ -93,3 +96,32 @@ def part_of(
             return None
     shape = tuple(rows * count for rows, count in entries)
     return Part(shape, tuple(entries), of_rows, of_channels, of_tokens, (tp.rank, tp.size))
+
+
+def draw_part(part: Part, kernel: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Draw a whole tensor, and keep a part of it."""
+    x: Tensor = args[0]
+    # A kernel may draw in the order of the memory.
+    order = sorted(range(x.ndim), key=x.stride, reverse=True) if not x.is_contiguous() else list(range(x.ndim))
+    memory = x.new_empty([part.shape[dim] for dim in order])
+    whole = memory.permute([order.index(dim) for dim in range(x.ndim)])
+    rest = [_whole_of(part, value.expand(x.shape)) if isinstance(value, Tensor) else value for value in args[1:]]
+    kernel(whole, *rest, **kwargs)
+    return x.copy_(part.of(whole))
+
+
+def _whole_of(part: Part, own: Tensor) -> Tensor:
+    """Return the probabilities of a whole draw, of which those of other ranks do not matter."""
+    whole = own.new_full(part.shape, 0.5)
+    places = part.of(torch.arange(whole.numel(), device=own.device).view(part.shape))
+    return whole.view(-1).index_copy(0, places.flatten(), own.flatten()).view(part.shape)
+
+
+def is_dense(x: Tensor) -> bool:
+    """Return whether a tensor has its elements one after the other, whatever the order of its dims."""
+    expected = 1
+    for stride, size in sorted((x.stride(dim), x.shape[dim]) for dim in range(x.ndim) if x.shape[dim] != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True

@@ -25,7 +25,7 @@ from meshwright.errors import PlanError
 from meshwright.layout.tensor_layout import layout_if_any
 from meshwright.parallel.batch.schema import TOKENS, BatchSchema
 from meshwright.parallel.fake_passes.fake_pass import run_again_without_values
-from meshwright.parallel.foreign_hooks import has_foreign_hooks, hook_tables
+from meshwright.parallel.foreign_hooks import hook_tables
 from meshwright.parallel.method_chain import find_chain
 from meshwright.replaced_method import without_replacements
 from meshwright.roles.brought import codes_of
@@ -117,17 +117,6 @@ class DrawSites:
         self.wholes = wholes
         self.failure: str | None = None
         self._seen: dict[Hashable, _Seen] = defaultdict(_Seen)
-        self._draws: dict[Hashable, bool] = {}
-
-    def are_any(self, module: nn.Module, schema: BatchSchema, sizes: Sizes) -> bool:
-        """Return whether a module may draw: so may hooks of the program, and what does not run without values."""
-        if any(map(has_foreign_hooks, module.modules())):
-            return True
-        key = module.training, sizes.others
-        if key not in self._draws:
-            shapes, self.failure = _draws_of(whole_twin(module, set(), self.wholes), schema.batch)
-            self._draws[key] = bool(shapes) or self.failure is not None
-        return self._draws[key]
 
     def find(self, lines: Lines, sizes: Sizes) -> set[Form | None]:
         """Return the forms of the draws at some lines in a batch of some sizes, with None if some are not known."""
@@ -155,6 +144,7 @@ class DrawSites:
         others = [_draws_of(twin, schema.twice())[0]]
         names = [name for name, length in sizes.lengths.items() if length > 1]
         others += [_draws_of(twin, _shorter(schema, sizes.lengths[name]))[0] for name in names]
+        _clear(twin)
         for place, shapes in once.items():
             again = [other.get(place, ()) for other in others]
             forms: set[Form | None] = {None}
@@ -342,6 +332,12 @@ def whole_twin(root: nn.Module, hooked: set[CodeType], wholes: Mapping[nn.Module
 
     found: nn.Module = twin(root)
     return found
+
+
+def _clear(twin: nn.Module) -> None:
+    """Let go of all that a twin has, of which some refers to the twin again."""
+    for module in list(twin.modules()):
+        vars(module).clear()
 
 
 def _is_of_runtime(value: object) -> bool:
