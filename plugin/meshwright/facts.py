@@ -63,7 +63,8 @@ class Facts:
         name, _ = self._walk[start]
         yield "", module
         prefix = f"{name}." if name else ""
-        for inner, found in self._walk[start + 1 :]:
+        for place in range(start + 1, len(self._walk)):  # a slice would copy all that follows
+            inner, found = self._walk[place]
             if not inner.startswith(prefix):
                 return
             yield inner.removeprefix(prefix), found
