@@ -258,7 +258,7 @@ NAMED = {
     ),
     "another random stream": (
         other_stream,
-        [TP2, {"pp": 2}],
+        [DP2, TP2, {"pp": 2}],
         1,
         r"random state, .*\): \w+(\.| after )\d+( rows)? on rank 0",
     ),

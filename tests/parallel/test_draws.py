@@ -75,7 +75,8 @@ def trained(name: str, plan: str | None, dp: int = 1) -> list[float]:
         model = made(name).double().train()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         if plan is not None:
-            config = mw.ToDistributedConfig(plan=plan, loss_averages_over="rows" if name == "noisy" else None)
+            averages = "rows" if name == "noisy" else None
+            config = mw.ToDistributedConfig(plan=plan, loss_averages_over=averages, draws="device")
             model, optimizer, _ = mw.to_distributed(model, optimizer, config=config)
         torch.manual_seed(7)
         found = []

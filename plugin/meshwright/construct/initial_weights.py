@@ -215,8 +215,8 @@ class InitialWeights:
             *(len(self.recipes), len(self.values), sorted(self.names.values())),
             *([(tuple(t.shape), t.dtype) for t in tensors], *(tape.form() for tape in tapes)),
         ]
-        digests = [int(memory_digest(t)) for t in tensors]
-        own = [hashlib.sha256(repr(form).encode()).hexdigest(), _digest(tapes), repr(digests)]
+        digests = torch.stack([memory_digest(t).to(device) for t in tensors]).tolist() if tensors else []
+        own = [_text_digest(form), _digest(tapes), _text_digest(digests)]
         ranks = [json.loads(text) for text in texts_of_all(json.dumps(own))]
         first = ranks[0]
         if others := [rank for rank, (other, *_) in enumerate(ranks) if other != first[0]]:
@@ -258,6 +258,10 @@ class InitialWeights:
 def is_waiting(model: nn.Module) -> bool:
     """Return whether :meth:`InitialWeights.defer` left parameters of a model to be read from a checkpoint."""
     return any(_SOURCE in vars(parameter) for parameter in model.parameters())
+
+
+def _text_digest(value: object) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()
 
 
 def _digest(tapes: list[Tape]) -> str:

@@ -92,7 +92,7 @@ class _Works:
 
 
 def _reduce_scatter(out: Tensor, x: Tensor, axis: Axis, *, is_async: bool = False) -> _Work:
-    return _start(axis, _REDUCE_SCATTER, out, x, _options(ReduceScatterOptions, is_async))
+    return _start(axis, _REDUCE_SCATTER, _real(out), _real(x), _options(ReduceScatterOptions, is_async))
 
 
 def _all_to_all(

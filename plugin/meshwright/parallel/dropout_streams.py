@@ -65,7 +65,7 @@ class DropoutStreams:
             A function that restores the previous random state.
         """
         dp, pp = self._mesh.dp, self._mesh.pp
-        if self._mesh.size == 1 or _is_capturing(device):
+        if self._mesh.size == 1 or is_capturing(device):
             return _nothing
         kind = "training" if trains else "evaluation"
         self._passes[kind] += 1
@@ -140,7 +140,7 @@ def dropout_seed() -> int:
 def _enter_derived(x: Tensor, axis: Axis, purpose: int) -> Restore:
     """Switch to a stream derived from the current one; the returned function goes on with the next one."""
     device = x.device  # the returned function may live until the next pass, so it must not keep x
-    if axis.size == 1 or _is_capturing(device):
+    if axis.size == 1 or is_capturing(device):
         return _nothing
     seed = torch.initial_seed()
     _seed(device, _derived(seed, purpose))
@@ -171,7 +171,7 @@ def _nothing() -> None:
     """Restore nothing, since no state was switched."""
 
 
-def _is_capturing(device: torch.device) -> bool:
+def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 

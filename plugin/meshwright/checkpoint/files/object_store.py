@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 _RANGE = 8 * 2**20  # bytes of one request
 _AHEAD = 4  # ranges that are read at once, ahead of what was asked for
 _LEFT = timedelta(days=1)  # without a write, after which a save is taken to have ended
-_TAGGED = re.compile(r"-[0-9a-f]{8}\.\w+$")  # the end of the name of a save's file
+_TAGGED = re.compile(r"part-\d{5,}-[0-9a-f]{8}\.(safetensors|json)$")  # the end of the name of a save's file
 
 
 @contextlib.contextmanager
@@ -270,7 +270,8 @@ class StagedObjects:
         limit = store.written(self.target / self._seal) - _LEFT
         for folder in unsealed:
             names = list(store.entries(folder))
-            if names and max(store.written(folder / name) for name in names) < limit:
+            # Files of other programs may be called part-00000.json too.
+            if names and all(map(_TAGGED.search, names)) and max(store.written(folder / x) for x in names) < limit:
                 store.remove(folder, names)
         for upload in uploads:
             if upload["Initiated"] < limit or store.is_in(self.target, upload):

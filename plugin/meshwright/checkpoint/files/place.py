@@ -57,6 +57,12 @@ def place(name: str | os.PathLike[str]) -> Place:
     text = os.fspath(name)
     scheme, mark, rest = text.partition("://")
     if not mark or "/" in scheme:
+        shortened = re.match(r"([a-z][a-z0-9+.-]+):/", text, re.IGNORECASE)
+        if shortened is not None and not os.path.isdir(f"{shortened[1]}:"):
+            raise CheckpointError(
+                f"{text!r} is a URL that pathlib.Path has shortened, and would be a folder of this machine. Pass it as "
+                f"a str: '{shortened[1]}://...'"
+            )
         return Path(text)
     if _SCHEME.fullmatch(scheme) is None:
         raise CheckpointError(

@@ -171,7 +171,7 @@ _ALL: weakref.WeakSet[Background] = weakref.WeakSet()
 def _wait_at_end() -> None:
     """Wait for saves while the interpreter still starts threads, which asynchronous stores of fsspec need."""
     for background in list(_ALL):
-        if background._thread is not None:
+        if (thread := background._thread) is not None and thread.is_alive():  # a forked process has none
             background._has_ended.wait()
 
 

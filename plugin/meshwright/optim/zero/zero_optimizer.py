@@ -233,7 +233,9 @@ class ReduceScatter:
 
     def start(self, bucket: Bucket, flat: Tensor) -> Callable[[], None]:
         sharded = self._of[id(bucket)]
-        wait = start_reduce_scatter(flat.to(self.sent or flat.dtype), sharded.axis, flat.dtype)
+        wait = start_reduce_scatter(
+            flat.to(self.sent if self.sent and not flat.is_complex() else flat.dtype), sharded.axis, flat.dtype
+        )
         if missing := [p for p in bucket.parameters if not has_gradient(p)]:
             self._forget(missing)  # another rank may have their gradients
         self._stand_in(bucket)

@@ -36,7 +36,7 @@ from meshwright.parallel.draws.generators import digest_of, digest_of_state, gen
 from meshwright.parallel.draws.kernels import Call, hand_draws_to
 from meshwright.parallel.draws.part import Part, draw_part, is_dense, part_of
 from meshwright.parallel.draws.sites import DrawSites, Lines, Sizes, lines_to, words_for
-from meshwright.parallel.dropout_streams import DropoutStreams, Restore
+from meshwright.parallel.dropout_streams import DropoutStreams, Restore, is_capturing
 from meshwright.temporarily import temporarily
 
 logger = logging.getLogger(__name__)
@@ -109,33 +109,23 @@ class _Process:
 
     def __init__(self) -> None:
         self.running: DeviceDraws | None = None  # of the innermost pass that runs
-        # By the generator's state before a draw and the first row of a micro-batch: the part of the draw. Backward
-        # computes a layer again from the same state. The micro-batches of a pass begin from one state.
-        self.parts: dict[bytes, dict[int, Part]] = {}
-        self.first_row = 0  # of the micro-batch that runs forward or backward
+        # By the generator's state before a draw: the part of the draw, and the shape of what a rank keeps. Backward
+        # computes a layer again from the same state. The micro-batches of a pass begin from one state, but all except
+        # the last run their backward at once.
+        self.parts: dict[bytes, tuple[Part, torch.Size]] = {}
 
-    def keep(self, state: bytes, part: Part) -> None:
+    def keep(self, state: bytes, part: Part, shape: torch.Size) -> None:
+        self.parts.pop(state, None)
         while len(self.parts) >= _MOST:
             del self.parts[next(iter(self.parts))]
-        of_state = self.parts.setdefault(state, {})
-        of_state.pop(self.first_row, None)
-        of_state[self.first_row] = part
-
-    def forget(self, state: bytes) -> None:
-        """Forget a draw of another pass from the same state, such as that of a program that seeds again."""
-        self.parts.pop(state, None)
-
-    def kept(self, state: bytes) -> Part | None:
-        """Return the part of a draw from a state; of several, that of the micro-batch that runs, or the last one."""
-        of_state = self.parts.get(state, {})
-        last = next(reversed(of_state), self.first_row)
-        return of_state.get(self.first_row, of_state.get(last))
+        self.parts[state] = part, shape
 
     def draw(self, kernel: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a draw of this process."""
         if in_backward():
-            part = self.kept(digest_of(generator_of(args, kwargs))) if self.parts else None
-            return kernel(*args, **kwargs) if part is None else draw_part(part, kernel, args, kwargs)
+            part, shape = (self.parts and self.parts.get(digest_of(generator_of(args, kwargs)))) or (None, None)
+            is_known = part is not None and kwargs.get("out", args[0]).shape == shape
+            return draw_part(part, kernel, args, kwargs) if part and is_known else kernel(*args, **kwargs)
         running = self.running
         if running is None or not running.runs_here:
             return kernel(*args, **kwargs)
@@ -199,7 +189,7 @@ class DeviceDraws:
             guard: the guard.
             device: the device on which the pass draws.
         """
-        if not self.is_on:
+        if not self.is_on or is_capturing(device):
             return
         tp, is_first = self._mesh.tp, self._state is None
         self._state = b"".join(map(digest_of, generators_of(device).values())).hex()
@@ -239,14 +229,14 @@ class DeviceDraws:
         Returns:
             A function that ends the pass.
         """
-        if not self.is_on and not self._differs:
+        if (not self.is_on and not self._differs) or is_capturing(device):
             return self._streams.enter_model(device, trains=trains)
         hand_draws_to(_process.draw, (torch.device("cpu"), device))
         restore = None if self.is_on else self._streams.enter_model(device, trains=trains)
         last = {kind: digest_of(generator) for kind, generator in generators_of(device).items()}
         current = _Pass(module, batch, self._format, device, self._mesh.dp, last)
         before, self._pass = self._pass, current
-        outer, _process.running, _process.first_row = _process.running, self, 0
+        outer, _process.running = _process.running, self
         if trains:
             self._cost.begin()
 
@@ -264,9 +254,9 @@ class DeviceDraws:
         current = self._pass
         if current is None or not self.is_on:
             return
-        current.part, _process.first_row = rows, rows.start
+        is_first, current.part = current.part is None, rows  # several may begin at row 0, with no rows
         generators = generators_of(current.device)
-        if not rows.start:
+        if is_first:
             current.states = {kind: generator.get_state() for kind, generator in generators.items()}
             return
         for given, state in current.given.items():
@@ -299,14 +289,13 @@ class DeviceDraws:
         lines = lines_to(sys._getframe(1))
         part = self._part(current, lines, x)
         start = time.perf_counter()
-        if part is None or part.is_whole:
-            _process.forget(state)
         if part is None:
-            drawn = self._draw_apart(current, lines, x, generator, lambda: kernel(*args, **kwargs))
-        elif part.is_whole:
-            drawn = kernel(*args, **kwargs)
+            self._tell_of_unplaced(lines, x)
+        if part is None or part.is_whole:
+            _process.parts.pop(state, None)  # of another pass from the same state, as of a program that seeds again
+            drawn = kernel(*args, **kwargs)  # which backward repeats if it computes the layer again
         else:
-            _process.keep(state, part)
+            _process.keep(state, part, x.shape)
             drawn = draw_part(part, kernel, args, kwargs)
             self._cost.add((time.perf_counter() - start) * (1 - x.numel() / math.prod(part.shape)))
         if is_default:
@@ -328,8 +317,8 @@ class DeviceDraws:
                 return None
         return None
 
-    def _draw_apart(self, current: _Pass, lines: Lines, x: Tensor, generator: Generator, draw: Any) -> Any:
-        """Draw for this rank's rows alone, from a stream of these rows."""
+    def _tell_of_unplaced(self, lines: Lines, x: Tensor) -> None:
+        """Tell that a draw cannot be placed. All ranks draw the same until the pass has ended."""
         why = "" if self._sites.failure is None else f" ({self._sites.failure})"
         self._tell_once(
             "unplaced",
@@ -340,13 +329,6 @@ class DeviceDraws:
             words_for(lines), tuple(x.shape), why, RANK,
         )  # fmt: skip
         self._is_known = False
-        seed = int(torch.empty((), dtype=torch.int64, device=x.device).random_(generator=generator))
-        state = generator.get_state()
-        generator.manual_seed((seed ^ current.rows.start * 0x9E3779B97F4A7C15) % 2**63)
-        try:
-            return draw()
-        finally:
-            generator.set_state(state)
 
     def _end(self, current: _Pass) -> None:
         self._has_drawn, self._rows = True, current.total

@@ -8,6 +8,7 @@ draws nothing runs nothing of this file, and needs no mode that sees all of its 
 from __future__ import annotations
 
 import functools
+import threading
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -26,6 +27,9 @@ _DROPOUT = "native_dropout"  # returns the product with a mask, and the mask
 
 Call = Callable[..., Any]  # an operation's own kernel
 Handler = Callable[[Call, tuple[Any, ...], dict[str, Any]], Any]
+
+
+_inside = threading.local()  # whether this thread runs the handler, whose own draws are torch's
 
 
 class _Process:
@@ -61,15 +65,15 @@ def hand_draws_to(handler: Handler, devices: Iterable[torch.device]) -> None:
 
 
 def _draw(kernel: Call, keys: Any, *args: Any, **kwargs: Any) -> Any:
-    if (handler := _process.handler) is None:
+    if (handler := _process.handler) is None or vars(_inside):
         return kernel(keys, *args, **kwargs)
-    with temporarily(_process, handler=None):
+    with temporarily(_inside, is_on=True):
         return handler(functools.partial(kernel, keys), args, kwargs)
 
 
 def _dropout(kernel: Call, keys: Any, x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
     """Draw the mask as a tensor that is filled, and multiply as the kernel does."""
-    if (handler := _process.handler) is None or not train or p in (0, 1):
+    if (handler := _process.handler) is None or vars(_inside) or not train or p in (0, 1):
         result: tuple[Tensor, Tensor] = kernel(keys, x, p, train)
         return result
 
@@ -77,6 +81,6 @@ def _dropout(kernel: Call, keys: Any, x: Tensor, p: float, train: bool | None) -
         # The kernel draws alike for all values and, on CUDA, for any dtype of the same size.
         return mask.copy_(kernel(keys, torch.empty_like(mask, dtype=x.dtype), p, train)[1])
 
-    with temporarily(_process, handler=None):
+    with temporarily(_inside, is_on=True):
         mask = handler(fill, (torch.empty_like(x, dtype=torch.bool),), {})
         return torch.ops.aten.native_dropout_backward(x, mask, 1 / (1 - p)), mask

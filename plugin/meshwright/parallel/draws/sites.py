@@ -7,10 +7,11 @@ lead to it.
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,7 @@ from meshwright.parallel.batch.schema import TOKENS, BatchSchema
 from meshwright.parallel.fake_passes.fake_pass import run_again_without_values
 from meshwright.parallel.foreign_hooks import hook_tables
 from meshwright.parallel.method_chain import find_chain
+from meshwright.random_states import RandomStates
 from meshwright.replaced_method import without_replacements
 from meshwright.roles.brought import codes_of
 
@@ -141,7 +143,9 @@ class DrawSites:
         seen.tried.add(lines)
         twin = whole_twin(module, {code for code, _ in lines}, self.wholes)
         once, self.failure = _draws_of(twin, schema.batch)
-        others = [_draws_of(twin, schema.twice())[0]]
+        doubled = schema.twice()
+        others = [_draws_of(twin, doubled)[0]]
+        are_rows_known = _are_doubled(schema.batch, doubled, schema.rows)
         names = [name for name, length in sizes.lengths.items() if length > 1]
         others += [_draws_of(twin, _shorter(schema, sizes.lengths[name]))[0] for name in names]
         _clear(twin)
@@ -150,10 +154,23 @@ class DrawSites:
             forms: set[Form | None] = {None}
             if all(len(other) == len(shapes) for other in again):
                 forms = {_form(own, rest, sizes, names) for own, *rest in zip(shapes, *again, strict=True)}
+            if not are_rows_known:  # a draw of the same shape may be of these rows
+                forms = {form if form and any(dim.has_rows for dim in form) else None for form in forms}
             # Fewer lines are those of several draws, of which a pass that has ended early shows some.
             for count in range(1 if self.failure is None else len(place), len(place) + 1):
                 seen.forms[place[:count]] |= forms
         return True
+
+
+def _are_doubled(batch: Mapping[str, Any], doubled: Mapping[str, Any], rows: int) -> bool:
+    """Return whether all that may have the rows of a batch has them twice: plain tensors, beside numbers and texts."""
+    for name, x in batch.items():
+        if not isinstance(x, Tensor):
+            if x is not None and not isinstance(x, int | float | str):
+                return False
+        elif rows in x.shape and doubled[name].shape == x.shape:
+            return False
+    return rows > 0
 
 
 def _has_tokens(name: str, x: Tensor, rows: int) -> bool:
@@ -211,7 +228,8 @@ def _form(once: tuple[int, ...], others: Sequence[tuple[int, ...]], sizes: Sizes
     for dim, size in enumerate(once):
         twice, *shorter = (shape[dim] for shape in others)
         has_rows = twice != size
-        if has_rows and (size % sizes.rows or twice != 2 * size):
+        # Of several entries for each row, the shape does not show whether those of a row follow each other.
+        if has_rows and (size != sizes.rows or twice != 2 * size):
             return None
         entries, fewer = (size // sizes.rows, sizes.rows) if has_rows else (size, 1)
         grown = {name: entries - other // fewer for name, other in zip(names, shorter, strict=True) if other != size}
@@ -234,12 +252,12 @@ def _draws_of(twin: nn.Module, batch: Mapping[str, Any]) -> tuple[_Shapes, str |
         except PlanError as error:
             failures[0] = str(error.__cause__ or error)
 
-    state = torch.default_generator.get_state()
+    states = RandomStates()
     # A thread has none of the modes in which the running pass draws.
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()
-    torch.default_generator.set_state(state)
+    states.restore()
     return watch.found, failures[0]
 
 
@@ -297,13 +315,17 @@ def whole_twin(root: nn.Module, hooked: set[CodeType], wholes: Mapping[nn.Module
             return MethodType(value.__func__, twin(value.__self__))
         if type(value) is tuple:
             return tuple(map(of, value))
-        if type(value) not in (list, dict) or id(value) in twins:
+        if not isinstance(value, list | dict | set | deque) or id(value) in twins:
             return twins.get(id(value), value)
-        copied = twins[id(value)] = type(value)()  # in which a forward may keep what it computes
-        if type(value) is list:
-            copied.extend(map(of, value))
-        else:
+        copied: Any = copy.copy(value)  # in which a forward may keep what it computes
+        twins[id(value)] = copied
+        copied.clear()
+        if isinstance(value, dict):
             copied.update({name: of(x) for name, x in value.items()})
+        elif isinstance(value, set):
+            copied.update(value)
+        else:
+            copied.extend(map(of, value))
         return copied
 
     def twin(module: nn.Module) -> Any:

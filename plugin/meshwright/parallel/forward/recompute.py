@@ -86,8 +86,18 @@ def recompute_layers(model: nn.Module, layers: int | None = None, own: Collectio
         setattr(layer, _FLAG, False)
 
 
+def _has_keys(cache: Any) -> bool:
+    if hasattr(cache, "get_seq_length"):
+        return bool(cache.get_seq_length())
+    return isinstance(cache, Tensor) or bool(cache)
+
+
 def _refuse_keys(model: nn.Module, args: object, kwargs: dict[str, object]) -> None:
-    if model.training and torch.is_grad_enabled() and (given := [name for name in CACHES if kwargs.get(name)]):
+    if (
+        model.training
+        and torch.is_grad_enabled()
+        and (given := [name for name in CACHES if _has_keys(kwargs.get(name))])
+    ):
         raise PlanError(
             f"the model is given {given[0]} in training, such as the prefixes of an adapter, and layers that "
             "recompute='full' runs again do not read it, so they would compute something else. Use recompute='none'"
@@ -109,16 +119,21 @@ class _Compared:
         self._name, self.__wrapped__, self._calls = name, function, 0
 
     def __call__(self, layer: Callable[..., Any], *args: object, **kwargs: object) -> Any:
-        self._calls += 1
         given = list(tensors_in((args, kwargs)))
-        is_early = self._calls == 1 or (self._calls <= _FIRST and not any(is_deferred(x.device) for x in given))
-        if not is_early or not all(map(has_values, given)):
+        if not torch.is_grad_enabled() or not all(map(has_values, given)):
+            return self.__wrapped__(layer, *args, **kwargs)
+        self._calls += 1
+        # Without a tensor the layer was called by keywords, which are bound to the function.
+        waits = not given or any(is_deferred(x.device) for x in given)
+        if self._calls > (1 if waits else _FIRST):
             return self.__wrapped__(layer, *args, **kwargs)
         first: list[Tensor] = []
 
         def compared(*args: object, **kwargs: object) -> Any:
             output = layer(*args, **kwargs)
             size, rounding = _size(output)
+            if not has_values(size):
+                return output
             if not in_backward():
                 first[:] = [size]
             elif first and not torch.allclose(size, first[0], rtol=rounding, atol=0.0, equal_nan=True):

@@ -374,7 +374,7 @@ class AllReduce:
 
     def start(self, bucket: Bucket, flat: Tensor) -> Callable[[], None]:
         dtype = flat.dtype
-        wait = start_all_reduce(flat.to(self.sent or dtype), self.dp)
+        wait = start_all_reduce(flat.to(self.sent if self.sent and not dtype.is_complex else dtype), self.dp)
 
         def finish() -> None:
             reduced = wait().to(dtype)
