@@ -39,14 +39,14 @@ def save_stock(name: str, folder: Path, **options: Any) -> Any:
 def load_and_save(plan: str, folder: Path, out: Path, how: str, options: dict[str, Any]) -> tuple[Any, int]:
     """Load a published checkpoint, save it again, and return the whole weights and the number of bytes read."""
     num_bytes = 0
-    read = safetensors_file._read
+    read = safetensors_file.read_into
 
     def counted(file: Any, offset: int, memory: memoryview) -> None:
         nonlocal num_bytes
         num_bytes += len(memory)
         read(file, offset, memory)
 
-    with mock.patch.object(safetensors_file, "_read", counted):
+    with mock.patch.object(safetensors_file, "read_into", counted):
         if how == "from_pretrained":
             meshwright_hf.register()
             try:

@@ -44,18 +44,18 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @contextlib.contextmanager
 def registered() -> Iterator[list[int]]:
     """Make ``from_pretrained`` read parts; yields the numbers of bytes that are read."""
-    read, sizes = safetensors_file._read, list[int]()
+    read, sizes = safetensors_file.read_into, list[int]()
 
     def counting(file: Any, offset: int, memory: memoryview) -> None:
         sizes.append(memory.nbytes)
         read(file, offset, memory)
 
     meshwright_hf.register()
-    safetensors_file._read = counting
+    safetensors_file.read_into = counting
     try:
         yield sizes
     finally:
-        safetensors_file._read = read
+        safetensors_file.read_into = read
         meshwright_hf.unregister()
 
 

@@ -42,8 +42,10 @@ def keep_until_backward(owner: object, output: object) -> None:
     """
     with torch._C.DisableTorchFunctionSubclass():
         for x in tensors_in(output):
-            if x.grad_fn is not None:
-                _keep_with(x.grad_fn, owner)
+            # A view that a function has returned and something has written, as DeepSpeed does, has no node to be asked.
+            with contextlib.suppress(RuntimeError):
+                if x.grad_fn is not None:
+                    _keep_with(x.grad_fn, owner)
 
 
 def _keep_with(node: GraphNode, owner: object) -> None:

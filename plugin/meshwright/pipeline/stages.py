@@ -205,7 +205,8 @@ class Stages:
         if self._active is None:
             raise PlanError(
                 f"{name} was called by itself, and only another stage of the pipeline has its weights, so this rank "
-                "would compute NaN. Call the whole model, model(**batch), or use ParallelPlan(pp=1)"
+                "would compute NaN. Call the model that to_distributed returned, model(**batch), or use "
+                "ParallelPlan(pp=1)"
             )
         if self._is_after:
             raise PlanError(
