@@ -100,3 +100,7 @@ class LoaderError(Exception):
 
 class VerificationError(RuntimeError):
     """Raised if a process of ``verify`` raised, ended or hangs, so that there are no results to compare."""
+
+
+class RemoteError(OSError):
+    """Raised if a store of checkpoints does not answer or refuses, which says nothing about what is there."""

@@ -24,11 +24,11 @@ from typer.testing import CliRunner
 
 import meshwright as mw
 from meshwright.checkpoint.files import lineage
-from meshwright.checkpoint.files.place import RemoteError, Url, place
+from meshwright.checkpoint.files.place import Url, place
 from meshwright.checkpoint.format.manifest import NAME, Manifest
 from meshwright.checkpoint.inspect.export_checkpoint import export_checkpoint
 from meshwright.cli import app
-from meshwright.errors import CheckpointError
+from meshwright.errors import CheckpointError, RemoteError
 from meshwright_hf.trainer.checks import check_arguments
 from support.exact import Float64
 from support.faulty_disk import Killed

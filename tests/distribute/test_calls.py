@@ -17,6 +17,7 @@ from conformance.families.expert_models import build as build_with_experts
 from meshwright.data.loader import DistributedLoader
 from meshwright.distribute.check_arguments import explained
 from meshwright.errors import PlanError
+from meshwright.facts import Facts
 from meshwright.faults.together import on_first_rank, succeed_together
 from meshwright.planner.job.shapes import describe
 from meshwright.roles import plan_for
@@ -342,14 +343,14 @@ def test_models_are_refused_by_what_they_are() -> None:
 
             take_apart(model, plan_for(model), tp=2, sequence_parallel=False)
         with pytest.raises(PlanError, match=said):
-            raise explained(raised.value, model, ["tp"])
-        assert "give a plan" not in str(explained(raised.value, model, ["tp"]))  # which the user has done
+            raise explained(raised.value, Facts(model), ["tp"])
+        assert "give a plan" not in str(explained(raised.value, Facts(model), ["tp"]))  # which the user has done
     llama: Any = build("llama")
     error = PlanError("its heads do not divide")
-    assert explained(error, llama, ["tp"]) is error
+    assert explained(error, Facts(llama), ["tp"]) is error
     llama.is_quantized, llama.quantization_method = True, "bitsandbytes"
     with pytest.raises(PlanError, match=r"is quantised \(bitsandbytes\).*without quantization_config"):
-        raise explained(error, llama, ["tp"])
+        raise explained(error, Facts(llama), ["tp"])
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta
 from typing import Any
 
-from meshwright.checkpoint.files.place import RemoteError, Url
+from meshwright.checkpoint.files.place import Url
 from meshwright.checkpoint.files.staged_folder import note_saved
-from meshwright.errors import CheckpointError
+from meshwright.errors import CheckpointError, RemoteError
 
 logger = logging.getLogger(__name__)
 

@@ -44,10 +44,6 @@ class Url(str):
 Place = Path | Url
 
 
-class RemoteError(OSError):
-    """Raised if a store does not answer or refuses, which says nothing about what is there."""
-
-
 def place(name: str | os.PathLike[str]) -> Place:
     """Return the place that a user names.
 

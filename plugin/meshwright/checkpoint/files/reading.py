@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from meshwright import outside_files
-from meshwright.checkpoint.files.place import Place, RemoteError
+from meshwright.checkpoint.files.place import Place
 from meshwright.checkpoint.files.storage import Reader, storage_of
-from meshwright.errors import CheckpointError
+from meshwright.errors import CheckpointError, RemoteError
 from meshwright.outside_files import MEMORY, OddFileError
 
 _OF_OTHERS = 2**30  # bytes of memory that a file of another program may take: a Trainer's has all lines of its log

@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import overload
 
 from meshwright.checkpoint.files.lineage import Lineage, Mark, begin_save
-from meshwright.checkpoint.files.place import Place, RemoteError
+from meshwright.checkpoint.files.place import Place
 from meshwright.checkpoint.files.staged_folder import LATE, is_hidden, seen_in_time
 from meshwright.checkpoint.files.storage import Staging, storage_of
 from meshwright.checkpoint.format.manifest import NAME, Manifest
 from meshwright.checkpoint.format.part_files import PART
-from meshwright.errors import CheckpointError
+from meshwright.errors import CheckpointError, RemoteError
 from meshwright.printable import printable
 
 logger = logging.getLogger(__name__)
