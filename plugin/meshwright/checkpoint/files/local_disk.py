@@ -19,7 +19,7 @@ from meshwright.checkpoint.files.staged_folder import (
 from meshwright.errors import CheckpointError
 
 
-class _Listed:
+class _ListedFile:
     """An entry of a folder, which is looked at only when it is asked for."""
 
     def __init__(self, entry: os.DirEntry[str]):
@@ -61,10 +61,10 @@ class LocalDisk:
 
     hides_saves = True
 
-    def entries(self, folder: Path) -> dict[str, _Listed]:
+    def entries(self, folder: Path) -> dict[str, _ListedFile]:
         try:
             with os.scandir(folder) as entries:
-                return {entry.name: _Listed(entry) for entry in entries}
+                return {entry.name: _ListedFile(entry) for entry in entries}
         except (FileNotFoundError, NotADirectoryError):
             return {}
 

@@ -42,13 +42,13 @@ def _asking(url: str) -> Iterator[None]:
         raise RemoteError(f"{url}: {type(error).__name__}: {error}") from error
 
 
-class _Listed:
+class _ListedObject:
     def __init__(self, found: dict[str, Any]):
         self.size = self.held = int(found["size"] or 0)
         self.is_folder = found["type"] == "directory"
 
 
-class _Reader:
+class _StoredObject:
     """Reads ranges of an object, and some of them ahead if the caller reads in order."""
 
     def __init__(self, files: Any, path: Url, until: int | None):
@@ -134,7 +134,7 @@ class ObjectStore:
             raise CheckpointError(f"{url} cannot be opened: {error}. fsspec's pages list its stores") from error
         return ObjectStore(files)
 
-    def entries(self, folder: Url) -> dict[str, _Listed]:
+    def entries(self, folder: Url) -> dict[str, _ListedObject]:
         with _asking(folder):
             self._files.invalidate_cache()
             try:
@@ -143,11 +143,11 @@ class ObjectStore:
                 return {}
         own = self._files._strip_protocol(str(folder)).rstrip("/")  # listed where a tool has made an object of it
         paths = ((entry["name"].rstrip("/"), entry) for entry in found)
-        return {path.rpartition("/")[2]: _Listed(entry) for path, entry in paths if path != own}
+        return {path.rpartition("/")[2]: _ListedObject(entry) for path, entry in paths if path != own}
 
     @contextlib.contextmanager
-    def reading(self, path: Url, *, until: int | None = None, follows_links: bool = False) -> Iterator[_Reader]:
-        yield _Reader(self._files, path, until)
+    def reading(self, path: Url, *, until: int | None = None, follows_links: bool = False) -> Iterator[_StoredObject]:
+        yield _StoredObject(self._files, path, until)
 
     def new_file(self, path: Url) -> _NewObject:
         return _NewObject(self._files, path)

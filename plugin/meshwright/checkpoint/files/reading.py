@@ -15,7 +15,7 @@ from typing import Any
 
 from meshwright import outside_files
 from meshwright.checkpoint.files.place import Place
-from meshwright.checkpoint.files.storage import Reader, storage_of
+from meshwright.checkpoint.files.storage import StoredFile, storage_of
 from meshwright.errors import CheckpointError, RemoteError
 from meshwright.outside_files import MEMORY, OddFileError
 
@@ -24,7 +24,7 @@ _PREFIX = b'{"digest":"'
 
 
 @contextlib.contextmanager
-def reading(path: Place, *, until: int | None = None, follows_links: bool = False) -> Iterator[Reader]:
+def reading(path: Place, *, until: int | None = None, follows_links: bool = False) -> Iterator[StoredFile]:
     """Open a file of a checkpoint, which must be an ordinary file, for reading.
 
     Args:
@@ -89,7 +89,7 @@ def first_of(fields: dict[str, Any], name: str) -> Any:
     return found[0] if isinstance(found, list) and found else None
 
 
-def read_exactly(reader: Reader, offset: int, length: int) -> bytearray:
+def read_exactly(reader: StoredFile, offset: int, length: int) -> bytearray:
     """Read ``length`` bytes from ``offset`` on.
 
     Raises:
@@ -100,7 +100,7 @@ def read_exactly(reader: Reader, offset: int, length: int) -> bytearray:
     return content
 
 
-def read_into(reader: Reader, offset: int, memory: memoryview) -> None:
+def read_into(reader: StoredFile, offset: int, memory: memoryview) -> None:
     """Fill some memory with the bytes from ``offset`` on.
 
     Raises:

@@ -16,7 +16,7 @@ from meshwright.checkpoint.files.object_store import ObjectStore
 from meshwright.checkpoint.files.place import Place
 
 
-class Listed(Protocol):
+class StoredEntry(Protocol):
     """A file or a folder in a listing: its size, and the bytes that it holds of its store, which may be fewer."""
 
     @property
@@ -27,7 +27,7 @@ class Listed(Protocol):
     def is_folder(self) -> bool: ...
 
 
-class Reader(Protocol):
+class StoredFile(Protocol):
     """A file that is open for reading."""
 
     @property
@@ -39,7 +39,7 @@ class Reader(Protocol):
         """Fill the start of some memory with the bytes from ``offset`` on; return how many, 0 at the end."""
 
 
-class NewFile(Protocol):
+class GrowingFile(Protocol):
     """A file that is being written. A reader finds it after ``close`` alone, or sees it grow in a staged folder."""
 
     def write(self, memory: memoryview | bytes) -> None:
@@ -48,7 +48,7 @@ class NewFile(Protocol):
     def close(self) -> None:
         """Complete the file; it is then kept through a crash."""
 
-    def __enter__(self) -> NewFile: ...
+    def __enter__(self) -> GrowingFile: ...
     def __exit__(self, *error: Any) -> None:
         """Complete the file, or discard it after an error."""
 
@@ -88,15 +88,15 @@ class Storage(Protocol):
 
     hides_saves: bool
 
-    def entries(self, folder: Any, /) -> Mapping[str, Listed]:
+    def entries(self, folder: Any, /) -> Mapping[str, StoredEntry]:
         """Return what is in a folder, by name; nothing if there is no such folder."""
 
     def reading(
         self, path: Any, /, *, until: int | None = None, follows_links: bool = False
-    ) -> AbstractContextManager[Reader]:
+    ) -> AbstractContextManager[StoredFile]:
         """Open a file; ``until`` is the byte before which the caller will read in order, if it is known."""
 
-    def new_file(self, path: Any, /) -> NewFile:
+    def new_file(self, path: Any, /) -> GrowingFile:
         """Begin a file, in memory of a fixed size."""
 
     def write_file(self, path: Any, content: bytes, /) -> None:

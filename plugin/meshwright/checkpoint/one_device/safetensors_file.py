@@ -18,7 +18,7 @@ from torch import Tensor
 
 from meshwright.checkpoint.files.place import Place
 from meshwright.checkpoint.files.reading import parse_json, read_exactly, read_into, reading
-from meshwright.checkpoint.files.storage import Reader, storage_of
+from meshwright.checkpoint.files.storage import StoredFile, storage_of
 from meshwright.errors import CheckpointError
 from meshwright.layout.blocks import StridedBlock, numel
 from meshwright.layout.tensor_layout import TensorLayout
@@ -168,7 +168,7 @@ def storage(layout: TensorLayout, dtype: torch.dtype) -> Tensor:
 
 
 def read_rows(
-    reader: Reader, entry: Entry, layout: TensorLayout, dtype: torch.dtype, on_read: Callable[[int], None]
+    reader: StoredFile, entry: Entry, layout: TensorLayout, dtype: torch.dtype, on_read: Callable[[int], None]
 ) -> Tensor:
     """Read only the bytes of this rank's shard of a tensor, and convert them to ``dtype``.
 
@@ -188,7 +188,7 @@ def read_rows(
     return values
 
 
-def _fill(flat: Tensor, reader: Reader, entry: Entry, runs: Iterator[Run], on_read: Callable[[int], None]) -> None:
+def _fill(flat: Tensor, reader: StoredFile, entry: Entry, runs: Iterator[Run], on_read: Callable[[int], None]) -> None:
     memory, itemsize = memory_of(flat), entry.dtype.itemsize
     for source, target, count in runs:
         read_into(reader, entry.start + source * itemsize, memory[target * itemsize : (target + count) * itemsize])
@@ -196,7 +196,7 @@ def _fill(flat: Tensor, reader: Reader, entry: Entry, runs: Iterator[Run], on_re
 
 
 def _fill_converted(
-    flat: Tensor, reader: Reader, entry: Entry, runs: Iterator[Run], on_read: Callable[[int], None]
+    flat: Tensor, reader: StoredFile, entry: Entry, runs: Iterator[Run], on_read: Callable[[int], None]
 ) -> None:
     itemsize = entry.dtype.itemsize
     staging = torch.empty(max(1, min(_STAGING // itemsize, flat.numel())), dtype=entry.dtype)

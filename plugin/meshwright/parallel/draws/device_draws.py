@@ -34,8 +34,8 @@ from meshwright.parallel.batch.share import share_of
 from meshwright.parallel.draws.cost import RANK, DrawingTime
 from meshwright.parallel.draws.generators import digest_of, digest_of_state, generator_of, generators_of
 from meshwright.parallel.draws.kernels import Call, hand_draws_to
-from meshwright.parallel.draws.part import Part, draw_part, is_dense, part_of
-from meshwright.parallel.draws.sites import DrawSites, Lines, Sizes, lines_to, words_for
+from meshwright.parallel.draws.part import DrawnPart, draw_part, is_dense, part_of
+from meshwright.parallel.draws.sites import BatchSizes, DrawSites, Lines, lines_to, words_for
 from meshwright.parallel.dropout_streams import DropoutStreams, Restore, is_capturing
 from meshwright.temporarily import temporarily
 
@@ -83,9 +83,9 @@ class _Pass:
         return BatchSchema(self.batch, self.format)
 
     @functools.cached_property
-    def sizes(self) -> Sizes:
+    def sizes(self) -> BatchSizes:
         """The sizes of the arguments."""
-        return Sizes.of(self.schema)
+        return BatchSizes.of(self.schema)
 
     @functools.cached_property
     def total(self) -> int:
@@ -104,7 +104,7 @@ class _Pass:
         return range(first + low, first + max(low + 1, self.part.stop))
 
 
-class _Process:
+class _Drawing:
     """What draws now in this process."""
 
     def __init__(self) -> None:
@@ -112,9 +112,9 @@ class _Process:
         # By the generator's state before a draw: the part of the draw, and the shape of what a rank keeps. Backward
         # computes a layer again from the same state. The micro-batches of a pass begin from one state, but all except
         # the last run their backward at once.
-        self.parts: dict[bytes, tuple[Part, torch.Size]] = {}
+        self.parts: dict[bytes, tuple[DrawnPart, torch.Size]] = {}
 
-    def keep(self, state: bytes, part: Part, shape: torch.Size) -> None:
+    def keep(self, state: bytes, part: DrawnPart, shape: torch.Size) -> None:
         self.parts.pop(state, None)
         while len(self.parts) >= _MOST:
             del self.parts[next(iter(self.parts))]
@@ -132,7 +132,7 @@ class _Process:
         return running.draw(kernel, args, kwargs)
 
 
-_process = _Process()
+_process = _Drawing()
 
 
 def apart() -> contextlib.AbstractContextManager[None]:
@@ -302,7 +302,7 @@ class DeviceDraws:
             current.last[kind] = digest_of(generator)
         return drawn
 
-    def _part(self, current: _Pass, lines: Lines, x: Tensor) -> Part | None:
+    def _part(self, current: _Pass, lines: Lines, x: Tensor) -> DrawnPart | None:
         """Return the part of a draw that this rank keeps; None if it is not known."""
         if not is_dense(x):
             return None

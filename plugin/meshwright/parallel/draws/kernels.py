@@ -32,7 +32,7 @@ Handler = Callable[[Call, tuple[Any, ...], dict[str, Any]], Any]
 _inside = threading.local()  # whether this thread runs the handler, whose own draws are torch's
 
 
-class _Process:
+class _DrawKernels:
     """What runs in the place of this process's kernels."""
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class _Process:
         self.libraries: dict[str, torch.library.Library] = {}
 
 
-_process = _Process()
+_process = _DrawKernels()
 
 
 def hand_draws_to(handler: Handler, devices: Iterable[torch.device]) -> None:

@@ -16,7 +16,7 @@ from meshwright.parallel.draws.sites import Dim, Form
 
 
 @dataclass(frozen=True)
-class Part:
+class DrawnPart:
     """A part of a tensor that one device would draw.
 
     Args:
@@ -62,7 +62,7 @@ class Part:
 
 def part_of(
     form: Form, own: Sequence[int], *, rows: range, total: int, lengths: Mapping[str, int], tp: Axis
-) -> Part | None:
+) -> DrawnPart | None:
     """Return the part of a draw that a rank keeps; None if its shape does not show it.
 
     Args:
@@ -95,10 +95,10 @@ def part_of(
         else:
             return None
     shape = tuple(rows * count for rows, count in entries)
-    return Part(shape, tuple(entries), of_rows, of_channels, of_tokens, (tp.rank, tp.size))
+    return DrawnPart(shape, tuple(entries), of_rows, of_channels, of_tokens, (tp.rank, tp.size))
 
 
-def draw_part(part: Part, kernel: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def draw_part(part: DrawnPart, kernel: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Draw a whole tensor, and keep a part of it."""
     x: Tensor = args[0]
     # A kernel may draw in the order of the memory.
@@ -110,7 +110,7 @@ def draw_part(part: Part, kernel: Call, args: tuple[Any, ...], kwargs: dict[str,
     return x.copy_(part.of(whole))
 
 
-def _whole_of(part: Part, own: Tensor) -> Tensor:
+def _whole_of(part: DrawnPart, own: Tensor) -> Tensor:
     """Return the probabilities of a whole draw, of which those of other ranks do not matter."""
     whole = own.new_full(part.shape, 0.5)
     places = part.of(torch.arange(whole.numel(), device=own.device).view(part.shape))

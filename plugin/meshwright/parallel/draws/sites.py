@@ -68,7 +68,7 @@ Form = tuple[Dim, ...]
 
 
 @dataclass(frozen=True)
-class Sizes:
+class BatchSizes:
     """The sizes of a batch.
 
     Args:
@@ -82,7 +82,7 @@ class Sizes:
     others: Hashable
 
     @classmethod
-    def of(cls, schema: BatchSchema) -> Sizes:
+    def of(cls, schema: BatchSchema) -> BatchSizes:
         """Return the sizes of a batch."""
         lengths: dict[str, int] = {}
         names: dict[int, list[str]] = defaultdict(list)
@@ -98,7 +98,7 @@ class Sizes:
 
 
 @dataclass
-class _Seen:
+class _SeenDraws:
     """The draws of a module in batches of one kind: their forms, and the lines for which it was run."""
 
     forms: dict[Lines, set[Form | None]] = field(default_factory=lambda: defaultdict(set))
@@ -118,9 +118,9 @@ class DrawSites:
     def __init__(self, wholes: Mapping[nn.Module, Mapping[str, Any]]) -> None:
         self.wholes = wholes
         self.failure: str | None = None
-        self._seen: dict[Hashable, _Seen] = defaultdict(_Seen)
+        self._seen: dict[Hashable, _SeenDraws] = defaultdict(_SeenDraws)
 
-    def find(self, lines: Lines, sizes: Sizes) -> set[Form | None]:
+    def find(self, lines: Lines, sizes: BatchSizes) -> set[Form | None]:
         """Return the forms of the draws at some lines in a batch of some sizes, with None if some are not known."""
         found = self._seen[sizes.others].forms
         for count in range(len(lines), 0, -1):
@@ -128,7 +128,7 @@ class DrawSites:
                 return forms
         return {None}
 
-    def observe(self, module: nn.Module, schema: BatchSchema, sizes: Sizes, lines: Lines) -> bool:
+    def observe(self, module: nn.Module, schema: BatchSchema, sizes: BatchSizes, lines: Lines) -> bool:
         """Run a module without values, unless it has run for these lines before; return whether it ran.
 
         Args:
@@ -213,7 +213,9 @@ def _is_seen(code: CodeType) -> bool:
     return not code.co_filename.startswith(_LEFT_OUT) and code.co_name != "__call__"
 
 
-def _form(once: tuple[int, ...], others: Sequence[tuple[int, ...]], sizes: Sizes, names: Sequence[str]) -> Form | None:
+def _form(
+    once: tuple[int, ...], others: Sequence[tuple[int, ...]], sizes: BatchSizes, names: Sequence[str]
+) -> Form | None:
     """Return the form of a draw; None if its shapes do not show it.
 
     Args:
@@ -243,7 +245,7 @@ def _form(once: tuple[int, ...], others: Sequence[tuple[int, ...]], sizes: Sizes
 
 def _draws_of(twin: nn.Module, batch: Mapping[str, Any]) -> tuple[_Shapes, str | None]:
     """Return the shapes of what a module draws, and why the pass has ended early, if it has."""
-    watch = _Watch()
+    watch = _DrawWatch()
     failures: list[str | None] = [None]
 
     def run() -> None:
@@ -261,7 +263,7 @@ def _draws_of(twin: nn.Module, batch: Mapping[str, Any]) -> tuple[_Shapes, str |
     return watch.found, failures[0]
 
 
-class _Watch(TorchDispatchMode):
+class _DrawWatch(TorchDispatchMode):
     """Sees the shapes of all draws."""
 
     def __enter__(self) -> Self:
