@@ -26,6 +26,10 @@ from support.planted_experts import FAULTS, train
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_found(name: str, pool2: Any) -> None:
     fault, expected = FAULTS[name], train(name, is_planted=False)
+    if name == "recomputation routes again":  # which the comparison of recomputed layers finds in the first step
+        kind, said = pool2.run_expecting_error(train, name, is_planted=True)[0]
+        assert kind == "PlanError" and "computes something else when recompute='full'" in said
+        return
     actual = pool2.run(train, name, is_planted=True)[0]
     found = {key: relative_difference(actual[key], x) if key in actual else torch.inf for key, x in expected.items()}
     assert found[fault.shows] > 1e-5
