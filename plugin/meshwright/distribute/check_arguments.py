@@ -252,16 +252,16 @@ def check_plan(facts: Facts, plan: ParallelPlan, engine: str | None, loss: LossK
     if plan.recompute == "full":
         check_recompute(model, plan.recomputed_layers)
     if plan.weight_axes or plan.zero_stage:
-        _check_memory(model)
+        _check_memory(facts)
 
 
-def _check_memory(model: nn.Module) -> None:
+def _check_memory(facts: Facts) -> None:
     """Raise if two parameters are views of the same elements, which a rank's own memory of each would take apart."""
     places = []
-    for name, x in model.named_parameters():
+    for x, name in {x: name for name, x in reversed(facts.parameters.items())}.items():
         if type(x) is nn.Parameter and x.numel() and not x.is_meta and x.layout is torch.strided:
             extent = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1
-            start = x.storage_offset()
+            start, extent = x.storage_offset() * x.element_size(), extent * x.element_size()
             places.append((x.untyped_storage()._cdata, start, start + extent, name, x.requires_grad))
     for one, other in pairwise(sorted(places)):
         if one[0] == other[0] and other[1] < one[2] and (one[4] or other[4]):

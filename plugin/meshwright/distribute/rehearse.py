@@ -204,9 +204,7 @@ class _Rehearsal:
         model = self.facts.model
         with untouched(model, self.device):
             try:
-                found = calls_of(
-                    self.facts.model, layers, rows=_ROWS, length=self._length, instead="ParallelPlan(tp=1)"
-                )
+                found = calls_of(model, layers, rows=_ROWS, length=self._length, instead="ParallelPlan(tp=1)")
             except PlanError:
                 found = {}
         hidden = torch.empty(_ROWS, self._length, self.structure.embedding.embedding_dim, device="meta")

@@ -117,7 +117,8 @@ def cut_blocks(build: Build) -> None:
     if build.tensor_structure is None:
         return
     features = build.runtime.features
-    before = {module: _read_of_sizes(module) for module in build.of_decoder.names}
+    modules = build.of_decoder.names if build.draws_as_one_device else ()
+    before = {module: _read_of_sizes(module) for module in modules}
     blocks, region = install_tensor_parallel(
         build.tensor_structure,
         build.runtime.mesh.tp,

@@ -31,16 +31,24 @@ from meshwright.parallel.autograd_graph import in_backward
 from meshwright.parallel.batch.items import BatchFormat
 from meshwright.parallel.batch.schema import BatchSchema
 from meshwright.parallel.batch.share import share_of
-from meshwright.parallel.draws.cost import RANK, DrawingTime
-from meshwright.parallel.draws.generators import digest_of, digest_of_state, generator_of, generators_of
-from meshwright.parallel.draws.kernels import Call, hand_draws_to
+from meshwright.parallel.draws.kernels import (
+    Call,
+    digest_of,
+    digest_of_state,
+    generator_of,
+    generators_of,
+    hand_draws_to,
+)
 from meshwright.parallel.draws.part import DrawnPart, draw_part, is_dense, part_of
 from meshwright.parallel.draws.sites import BatchSizes, DrawSites, Lines, lines_to, words_for
 from meshwright.parallel.dropout_streams import DropoutStreams, Restore, is_capturing
+from meshwright.progress import is_first_rank
 from meshwright.temporarily import temporarily
 
 logger = logging.getLogger(__name__)
 
+_RANK = "ToDistributedConfig(draws='rank')"  # what to write instead
+_TIMED, _SHARE = 5, 0.02  # the first steps, and the part of their time of which a line tells
 _MOST = 2**15  # draws whose parts are known again when backward computes a layer again
 _FIRST, _EVERY = 3, 50  # the first steps, in which the ranks compare their random states, and every so many
 
@@ -276,7 +284,7 @@ class DeviceDraws:
                 "of their rows, so they draw others than one device. Seed all ranks alike, torch.manual_seed(0), draw "
                 "on all ranks alike between the steps, and take batches from the loader; or pass %s, which says "
                 "nothing",
-                type(current.module).__name__, RANK,
+                type(current.module).__name__, _RANK,
             )  # fmt: skip
             self._differs = False
             return kernel(*args, **kwargs)
@@ -326,7 +334,7 @@ class DeviceDraws:
             "batch%s. So the ranks draw others than one device from the next pass on, and the losses are as good. To "
             "compare the two, draw numbers with a dim of the rows in the model's forward, or pass them to the model; "
             "%s says nothing",
-            words_for(lines), tuple(x.shape), why, RANK,
+            words_for(lines), tuple(x.shape), why, _RANK,
         )  # fmt: skip
         self._is_known = False
 
@@ -340,7 +348,7 @@ class DeviceDraws:
                 "or an LSTM with dropout, where a rank cannot draw for all rows. So the ranks draw others than one "
                 "device from the next pass on. For attention use attn_implementation='eager'; or pass %s, which says "
                 "nothing",
-                type(current.module).__name__, RANK,
+                type(current.module).__name__, _RANK,
             )  # fmt: skip
             self._is_known = False
         if not self._is_known:
@@ -354,3 +362,31 @@ class DeviceDraws:
         if about not in self._told:
             self._told.add(about)
             logger.warning(text, *values)  # perhaps on this rank alone; equal texts are printed once
+
+
+class DrawingTime:
+    """Tells once if the parts of other ranks take a noticeable part of the first steps."""
+
+    def __init__(self) -> None:
+        self._steps, self._start, self._spent = 0, 0.0, 0.0
+
+    def begin(self) -> None:
+        """Begin a training pass."""
+        if self._steps > _TIMED:
+            return
+        now = time.perf_counter()
+        if self._steps == 1:  # the first step finds the forms of the draws
+            self._start, self._spent = now, 0.0
+        self._steps += 1
+        share = self._spent / max(now - self._start, 1e-9)
+        if self._steps > _TIMED and share > _SHARE and is_first_rank():
+            logger.info(
+                "each rank draws the random numbers of the whole batch, so that they are those of one device, which "
+                "takes %.0f %% of a step. %s draws those of the rank's rows alone",
+                100 * share, _RANK,
+            )  # fmt: skip
+
+    def add(self, seconds: float) -> None:
+        """Add time that the parts of other ranks have taken."""
+        if self._steps <= _TIMED:
+            self._spent += seconds

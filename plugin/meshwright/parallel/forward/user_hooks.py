@@ -195,8 +195,9 @@ def _watch(hooked: HookedModules, name: str, module: nn.Module, args: object, ou
         if hooked.is_split:
             hooked.take_output(name, output)
         return None
-    hooked.returned = tree_map_only(Tensor, lambda x: _Watched.apply(x, hooked, name) if x.requires_grad else x, output)
-    return hooked.returned
+    returned = tree_map_only(Tensor, lambda x: _Watched.apply(x, hooked, name) if x.requires_grad else x, output)
+    hooked.returned = returned if hooked.is_staged else None
+    return returned
 
 
 class _Watched(TensorFunction):
