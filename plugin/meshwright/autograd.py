@@ -1,12 +1,20 @@
-"""Types for autograd functions: torch declares neither what ``apply`` returns nor what a node keeps."""
+"""The base of autograd functions: what a second derivative finds of them, and the types that torch does not declare.
+
+Most backward passes here communicate, or return what forward has computed, so autograd records no graph of them. Under
+``create_graph=True`` torch would take their gradients for constants, without a word.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
+
+from meshwright.errors import UnreadableTensorError
 
 
 class Node(FunctionCtx):
@@ -28,7 +36,52 @@ def keeps_graph() -> bool:
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
-class TensorFunction(torch.autograd.Function):
+def refuse_second_order(instead: str) -> None:
+    """Raise in a backward pass with ``create_graph=True``, for gradients that have no graph.
+
+    Args:
+        instead: the sentence of the message that says what to write instead.
+
+    Raises:
+        UnreadableTensorError: if the running pass makes a graph of its gradients.
+    """
+    if torch.is_grad_enabled():  # autograd's engine turns gradients on in backward for create_graph alone
+        raise UnreadableTensorError(
+            "create_graph=True: gradients that pass here are not those of one device as a graph, so that a penalty on "
+            f"them would lose its gradient, or a factor. {instead}"
+        )
+
+
+class GraphlessFunction(torch.autograd.Function):
+    """An autograd function that raises where a second derivative would silently lack its part.
+
+    Attributes:
+        has_graph: whether backward consists of differentiable operations, so that a second derivative is right.
+        is_linear: whether the gradients depend on the incoming ones alone, so that they are constants where these are.
+        instead: what to write instead of a second derivative.
+    """
+
+    has_graph: ClassVar[bool] = False
+    is_linear: ClassVar[bool] = False
+    instead: ClassVar[str] = "Use a plan without these collectives: ParallelPlan(tp=1, cp=1, ep=1)"
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "backward" in vars(cls) and not cls.has_graph:
+            cls.backward = staticmethod(_refusing(cls, cls.backward))  # type: ignore[method-assign]
+
+
+def _refusing(cls: type[GraphlessFunction], backward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(backward)
+    def call(ctx: Node, *gradients: Tensor | None) -> Any:
+        if not (cls.is_linear and all(x is None or not x.requires_grad for x in gradients)):
+            refuse_second_order(cls.instead)
+        return backward(ctx, *gradients)
+
+    return call
+
+
+class TensorFunction(GraphlessFunction):
     """An autograd function whose result is one tensor."""
 
     if TYPE_CHECKING:
@@ -37,7 +90,7 @@ class TensorFunction(torch.autograd.Function):
         def apply(cls, *args: object) -> Tensor: ...
 
 
-class TensorsFunction(torch.autograd.Function):
+class TensorsFunction(GraphlessFunction):
     """An autograd function whose result is several tensors."""
 
     if TYPE_CHECKING:

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from meshwright.autograd import GraphlessFunction
 from meshwright.compiling import eager
 from meshwright.faults.memory_digest import value_digest
 from meshwright.faults.same_call import Claim, agreed
@@ -163,8 +164,10 @@ def reshard(tensor: DTensor, mesh: Mesh, placements: Sequence[Placement]) -> DTe
     return result
 
 
-class _Reshard(torch.autograd.Function):
+class _Reshard(GraphlessFunction):
     """Moves the tensor in forward, and its gradient back in backward."""
+
+    has_graph = True
 
     @staticmethod
     def forward(ctx: Any, tensor: DTensor, source: Layout, device_mesh: DeviceMesh, target: Layout) -> DTensor:
@@ -177,8 +180,11 @@ class _Reshard(torch.autograd.Function):
         return _Reshard.apply(grad, layout, ctx.device_mesh, of_gradient(ctx.source)), None, None, None
 
 
-class _ShardTensor(torch.autograd.Function):
+class _ShardTensor(GraphlessFunction):
     """Takes each rank's part of a full tensor in forward; returns the full gradient on every rank in backward."""
+
+    is_linear = True
+    instead = "Differentiate with respect to the DTensor that shard_tensor returned, as in loss_of(dtensor)"
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, device_mesh: DeviceMesh, layout: Layout) -> DTensor:

@@ -221,21 +221,20 @@ def test_ranks_with_and_without_flash_kernels_share_collectives(method: str, poo
 
 
 def second_derivative(plan: dict[str, Any]) -> str:
-    """What a penalty on a gradient says, whose gradient would lack what passed the collectives."""
+    """What a gradient with a graph says, which would lack what passed the collectives."""
     model = distributed(plan, attn_implementation="eager")
     embedded = model.get_input_embeddings()(tokens(2, 13)).detach().requires_grad_()
     loss = model(inputs_embeds=embedded).logits.square().mean()
-    (gradient,) = torch.autograd.grad(loss, embedded, create_graph=True)
     try:
-        gradient.square().sum().backward()
-    except RuntimeError as error:
+        torch.autograd.grad(loss, embedded, create_graph=True)
+    except mw.UnreadableTensorError as error:
         return str(error)
     return "no error"
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_second_derivatives_are_refused(method: str, pool2: Any) -> None:
-    assert all("differentiate twice" in said for said in pool2.run(second_derivative, METHODS[method]))
+    assert all("cp=1" in said for said in pool2.run(second_derivative, METHODS[method]))
 
 
 def warnings_of_a_hook(module: str) -> list[str]:

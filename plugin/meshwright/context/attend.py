@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.autograd import TensorFunction
 from meshwright.context.causal_blocks import Documents
 from meshwright.context.key_exchange import WholeKeys
 from meshwright.context.masks import ContextMask, query_blocks
@@ -185,7 +186,7 @@ def attend_in_blocks(
     return result
 
 
-class _AttendInBlocks(torch.autograd.Function):
+class _AttendInBlocks(TensorFunction):
     @staticmethod
     def forward(
         ctx: Any,
@@ -211,7 +212,6 @@ class _AttendInBlocks(torch.autograd.Function):
         return torch.cat(outputs, 1)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         call, (q, k, v, *trained) = ctx.call, ctx.saved_tensors
         sums = ctx.keys.gradients(k, v, torch.promote_types(q.dtype, torch.float32))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from meshwright.autograd import TensorFunction
 from meshwright.context.causal_blocks import CausalBlock, Documents, causal_blocks
 from meshwright.context.key_exchange import KeyExchange, WholeKeys
 from meshwright.parallel.sequence_parts import TokenRun
@@ -126,7 +127,7 @@ def has_flash(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return device.type == "cpu" and is_right(device, dtype, TORCH)
 
 
-class _Flash(torch.autograd.Function):
+class _Flash(TensorFunction):
     @staticmethod
     def forward(ctx: Any, call: FlashCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         dtype = torch.promote_types(q.dtype, torch.float32)
@@ -156,7 +157,6 @@ class _Flash(torch.autograd.Function):
         return result.transpose(1, 2)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         call = ctx.call
         q, k, v, sinks, output, total = ctx.saved_tensors

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.autograd import TensorFunction
 from meshwright.context.attend import AttentionCall, as_autocast
 from meshwright.context.key_exchange import RingKeys
 from meshwright.context.masks import ContextMask, query_blocks
@@ -109,7 +110,7 @@ def ring_attention(call: RingCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tenso
     return result
 
 
-class _Ring(torch.autograd.Function):
+class _Ring(TensorFunction):
     @staticmethod
     def forward(ctx: Any, call: RingCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         dtype = torch.promote_types(q.dtype, torch.float32)
@@ -139,7 +140,6 @@ class _Ring(torch.autograd.Function):
         return result.flatten(1, 2).transpose(1, 2)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         call = ctx.call
         q, k, v, sinks, output, total = ctx.saved_tensors

@@ -133,6 +133,8 @@ def take_kept_node(parameter: nn.Parameter) -> Tensor | None:
 class InPass(TensorFunction):
     """Calls a function in a backward pass that reaches some tensors, which get no gradients."""
 
+    has_graph = True
+
     @staticmethod
     def forward(ctx: Node, call: Callable[[], None] | None, *tensors: Tensor) -> Tensor:
         ctx.call, ctx.count = call, len(tensors)
@@ -146,6 +148,8 @@ class InPass(TensorFunction):
 
 
 class _ScaleGradient(TensorFunction):
+    has_graph = True
+
     @staticmethod
     def forward(ctx: Node, x: Tensor, factor: float) -> Tensor:
         ctx.factor = factor

@@ -271,19 +271,10 @@ def _wait(work: _Work, result: Tensor) -> Tensor:
     return result
 
 
-def once_differentiable(backward: Callable[..., object]) -> Callable[..., object]:
-    """Do what torch's decorator of this name does, but do not turn gradients off again where they are off."""
-    differentiated = torch.autograd.function.once_differentiable(backward)
-
-    @functools.wraps(backward)
-    def call(ctx: Node, *gradients: object) -> object:
-        return differentiated(ctx, *gradients) if torch.is_grad_enabled() else backward(ctx, *gradients)
-
-    return call
-
-
 class _Collective(TensorFunction):
     """Runs one operation in forward and its counterpart in backward."""
+
+    is_linear = True
 
     @staticmethod
     def forward(ctx: Node, x: Tensor, axis: Axis, run: Operation, run_backward: Operation) -> Tensor:
@@ -291,7 +282,6 @@ class _Collective(TensorFunction):
         return run(x, axis)
 
     @staticmethod
-    @once_differentiable  # a collective has no graph, so a second derivative would lack it
     def backward(ctx: Node, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return ctx.run_backward(grad, ctx.axis), None, None, None
 

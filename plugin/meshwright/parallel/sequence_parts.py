@@ -179,6 +179,8 @@ def _dealt(work: Sequence[int], ranks: int) -> tuple[tuple[int, ...], ...]:
 
 
 class _Join(TensorFunction):
+    is_linear = True
+
     @staticmethod
     def forward(ctx: Node, x: Tensor, parts: SequenceParts, dim: int, length: int, factor: int) -> Tensor:
         ctx.parts, ctx.dim, ctx.factor = parts, dim, factor
@@ -191,13 +193,14 @@ class _Join(TensorFunction):
 
 
 class _Gather(TensorFunction):
+    is_linear = True
+
     @staticmethod
     def forward(ctx: Node, x: Tensor, parts: SequenceParts, dim: int) -> Tensor:
         ctx.parts, ctx.dim = parts, dim
         return parts.ordered(all_gather(x[None], parts.axis), dim)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Node, grad: Tensor) -> tuple[Tensor, None, None]:
         return reduce_scatter(ctx.parts.parted(grad, ctx.dim), ctx.parts.axis)[0], None, None
 
@@ -207,6 +210,8 @@ class _Take(TensorFunction):
 
     Backward makes one tensor of all tokens. With autograd's own operations it would make one for each run.
     """
+
+    is_linear = True
 
     @staticmethod
     def forward(ctx: Node, x: Tensor, runs: tuple[TokenRun, ...], dim: int, fill: float) -> Tensor:
@@ -221,7 +226,6 @@ class _Take(TensorFunction):
         return torch.cat(pieces, dim)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # as the collectives around it
     def backward(ctx: Node, grad: Tensor) -> tuple[Tensor, None, None, None]:
         whole = grad.new_zeros(ctx.shape)
         for run, piece in zip(ctx.runs, grad.split([run.size for run in ctx.runs], ctx.dim), strict=True):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node as GraphNode
 
-from meshwright.autograd import Node, TensorFunction
+from meshwright.autograd import Node, TensorFunction, refuse_second_order
 from meshwright.errors import ItemCountError, PlanError
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.batch.batch_slices import slices
@@ -182,7 +182,7 @@ class GlobalMean:
 
     def _replaced(self, sums: Tensor, ranks: Tensor, divisors: Tensor, factors: Tensor) -> Tensor:
         value = (ranks.sum(0).to(sums.dtype) / divisors).mean()
-        mean: Tensor = _ReplaceValue.apply(sums, value, factors, self._of_next())
+        mean: Tensor = _ReplaceValue.apply(sums, value, factors, self._of_next(), self.dp.size)
         self._last = None if mean.grad_fn is None else mean.grad_fn._sequence_nr()
         return mean
 
@@ -201,7 +201,7 @@ class GlobalMean:
         if self._last is not None and not x.requires_grad:
             # Nothing before needs a gradient; without a node the number would look like one of another origin.
             x = x.detach().requires_grad_()
-        number: Tensor = _ReplaceValue.apply(x, (value * share).to(x.dtype), factors, None)
+        number: Tensor = _ReplaceValue.apply(x, (value * share).to(x.dtype), factors, None, self.dp.size)
         self._added = None if number.grad_fn is None else number.grad_fn._sequence_nr()
         if self._divisors is not None:
             self.all_added = number.detach() + (0 if self.last_added is None else self.all_added)
@@ -211,7 +211,7 @@ class GlobalMean:
     def watched(self, mean: Tensor) -> Tensor:
         """Return a loss that is already the mean over the global batch; the gradient that reaches it is compared."""
         factor = torch.ones_like(mean, requires_grad=False)
-        return _ReplaceValue.apply(mean.reshape(1), mean.detach(), factor.reshape(1), self._of_next())
+        return _ReplaceValue.apply(mean.reshape(1), mean.detach(), factor.reshape(1), self._of_next(), self.dp.size)
 
     def _of_next(self) -> Callable[[Tensor], None] | None:
         return None if self.gradients is None else self.gradients.of_next()
@@ -317,15 +317,21 @@ class _ReplaceValue(TensorFunction):
     Backward calls ``look``, if there is one, with the gradient of the scalar.
     """
 
+    has_graph = True  # on one rank
+
     @staticmethod
-    def forward(ctx: Node, x: Tensor, value: Tensor, factors: Tensor, look: Callable[[Tensor], None] | None) -> Tensor:
+    def forward(
+        ctx: Node, x: Tensor, value: Tensor, factors: Tensor, look: Callable[[Tensor], None] | None, ranks: int
+    ) -> Tensor:
         ctx.save_for_backward(factors)
-        ctx.look = look
+        ctx.look, ctx.ranks = look, ranks
         return value.clone()
 
     @staticmethod
-    def backward(ctx: Node, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Node, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        if ctx.ranks > 1:  # until gradients are averaged they have a factor, and a penalty is not linear in it
+            refuse_second_order("Use ParallelPlan(dp=1, cp=1)")
         (factors,) = ctx.saved_tensors
         if ctx.look is not None:
             ctx.look(grad)
-        return grad * factors, None, None, None
+        return grad * factors, None, None, None, None

@@ -21,7 +21,6 @@ from meshwright.parallel.collectives import (
     all_to_all,
     gather_rows,
     largest,
-    once_differentiable,
     reduce_scatter_rows,
     start_all_to_all_uneven,
 )
@@ -141,6 +140,8 @@ def _swap(tensors: Sequence[Tensor], sent: list[int], received: list[int], axis:
 class _Swap(TensorsFunction):
     """Swaps rows of several tensors with the ranks of an axis; backward swaps their gradients back."""
 
+    is_linear = True
+
     @staticmethod
     def forward(ctx: Node, sent: list[int], received: list[int], axis: Axis, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.sizes = received, sent, axis
@@ -150,7 +151,6 @@ class _Swap(TensorsFunction):
         return found
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Node, *grads: Tensor) -> tuple[Tensor | None, ...]:
         # One node for all tensors, so that all ranks make these calls in one order.
         starts = zip(grads, ctx.needs_input_grad[3:], strict=True)
@@ -218,24 +218,26 @@ def _add(x: Tensor, index: Tensor, count: int) -> Tensor:
 
 
 class _TakeRows(TensorFunction):
+    is_linear = True
+
     @staticmethod
     def forward(ctx: Node, x: Tensor, index: Tensor) -> Tensor:
         ctx.index, ctx.count = index, len(x)
         return x.index_select(0, index)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Node, grad: Tensor) -> tuple[Tensor, None]:
         return _add(grad, ctx.index, ctx.count), None
 
 
 class _Add(TensorFunction):
+    is_linear = True
+
     @staticmethod
     def forward(ctx: Node, x: Tensor, index: Tensor, count: int) -> Tensor:
         ctx.index = index
         return _add(x, index, count)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Node, grad: Tensor) -> tuple[Tensor, None, None]:
         return grad.index_select(0, ctx.index), None, None

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.autograd import keeps_graph
+from meshwright.autograd import TensorFunction, keeps_graph
 from meshwright.faults.guard import Guard
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.batch.fixed_inputs import FixedInputs
@@ -27,7 +27,7 @@ from meshwright.parallel.draws.device_draws import DeviceDraws
 from meshwright.parallel.forward.micro_batch_outputs import Pieces
 from meshwright.parallel.forward.writes import WritesPerPiece
 from meshwright.parallel.gradients.loss_scale import LossScale
-from meshwright.parallel.gradients.summed import TWICE, SummedGradients
+from meshwright.parallel.gradients.summed import TWICE, UNSPLIT, SummedGradients
 from meshwright.parallel.gradients.sync import GradientSync
 from meshwright.parallel.losses.batch_loss import BatchLoss
 from meshwright.parallel.method_chain import BatchStep, StepOrder
@@ -185,8 +185,10 @@ class _ReducedGradients:
         self.reduction.add(sums, factor)
 
 
-class _AddReduced(torch.autograd.Function):
+class _AddReduced(TensorFunction):
     """Adds to a loss a number whose gradients are already reduced."""
+
+    instead = UNSPLIT
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, other: Tensor, gradients: _ReducedGradients) -> Tensor:

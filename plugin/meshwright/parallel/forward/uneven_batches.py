@@ -6,6 +6,7 @@ import contextlib
 import functools
 import logging
 import math
+import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -27,6 +28,7 @@ from meshwright.temporarily import temporarily
 
 logger = logging.getLogger(__name__)
 
+_CROSS_ENTROPY = re.compile(r"NllLoss(2D)?Backward\d+")  # not the node of its own gradient under create_graph
 _MEAN = 1  # torch's number of the reduction "mean"
 _ENOUGH = math.log(1e8)  # a program with labels of classes is told wrongly once in as many cases
 
@@ -77,7 +79,7 @@ class UnevenBatches:
         if not self.is_on or not self._outputs:
             return
         for node in self._nodes_from([loss.grad_fn for loss in losses if isinstance(loss, Tensor)]):
-            if not node.name().startswith("NllLoss"):
+            if _CROSS_ENTROPY.fullmatch(node.name()) is None:
                 continue
             below = list(self._nodes_from([node]))
             is_own = any(x._sequence_nr() in self._outputs for x in below)
@@ -215,7 +217,7 @@ class _PairedRows:
 
     def see(self, node: Any) -> None:
         """See the autograd node of a cross-entropy of a backward pass."""
-        if not self._is_open or not node.name().startswith("NllLossBackward"):
+        if not self._is_open or "2D" in node.name():
             return
         labels, scores = node._saved_target, node._saved_self
         rows = len(labels) if labels.ndim else 0

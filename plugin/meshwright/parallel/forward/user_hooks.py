@@ -203,6 +203,8 @@ def _watch(hooked: HookedModules, name: str, module: nn.Module, args: object, ou
 class _Watched(TensorFunction):
     """Returns a module's output as it is; backward raises if the call that computed it is over."""
 
+    has_graph = True
+
     @staticmethod
     def forward(ctx: Node, x: Tensor, hooked: HookedModules, name: str) -> Tensor:
         ctx.of_module = hooked, name

@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from meshwright.autograd import refuse_second_order
 from meshwright.layout.tensor_layout import TensorLayout, layout_of
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.collectives import all_reduce
@@ -40,6 +41,7 @@ def sum_copies(local: Tensor, layout: TensorLayout, tp: Axis) -> Tensor:
         layout: the parameter's layout.
         tp: the axis whose ranks hold the rows.
     """
+    refuse_second_order("Write loss.backward(), or use a plan of one process")
     dtype = torch.promote_types(local.dtype, torch.float32)
     if not layout.is_sharded:
         return all_reduce(local.to(dtype, copy=True), tp).to(local.dtype)

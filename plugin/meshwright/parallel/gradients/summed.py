@@ -23,6 +23,8 @@ TWICE = (
     "or write loss.backward(retain_graph=True) for all but the last"
 )
 
+UNSPLIT = "Set ParallelPlan(gradient_accumulation_steps=1, micro_batch_size=None, pp=1)"  # in place of micro-batches
+
 
 class SummedGradients:
     """The sum of several micro-batches' whole, unreduced gradients.
@@ -159,6 +161,8 @@ def _cleared(hooks: dict[int, Any]) -> Iterator[None]:
 
 class _AddGradients(TensorFunction):
     """Adds to a loss a number whose gradients are already computed."""
+
+    instead = UNSPLIT
 
     @staticmethod
     def forward(

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from meshwright.autograd import refuse_second_order
 from meshwright.errors import UnreadableTensorError
 from meshwright.layout.tensor_layout import TensorLayout, layout_of
 from meshwright.mesh.axes import Axis
@@ -158,11 +159,12 @@ class GradientSync:
         return None if factor is None or grad is None else grad * factor
 
     def _check_pass(self, parameter: nn.Parameter) -> None:
-        """Raise if ``torch.autograd.grad`` runs, whose gradients are never reduced. Check once per pass."""
+        """Raise if ``torch.autograd.grad`` runs, or a pass makes a graph: a reduction has none. Check once per pass."""
         task = torch._C._current_graph_task_id()
         if task == self._checked_task:
             return
         self._checked_task = task
+        refuse_second_order("Write loss.backward(), or use a plan of one process")
         try:
             with reading_shards():
                 node = torch.autograd.graph.get_gradient_edge(parameter).node

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from meshwright.autograd import Node, TensorFunction, keeps_graph
 from meshwright.parallel.losses.cross_entropy import (
+    GATHERED,
     Words,
     at_least_float32,
     exponentials_,
     gradient_,
-    refuse_second_order,
 )
 from meshwright.parallel.losses.logit_steps import LogitStep, run, run_backward, widest
 from meshwright.plan.head_chunks import SUMMED_WORDS, head_chunk
@@ -58,6 +58,8 @@ class ChunkedHeadLoss(TensorFunction):
         loss: the description of the computation.
     """
 
+    instead = GATHERED
+
     @staticmethod
     def forward(
         ctx: Node,
@@ -78,7 +80,6 @@ class ChunkedHeadLoss(TensorFunction):
 
     @staticmethod
     def backward(ctx: Node, grad: Tensor) -> tuple[object, ...]:
-        refuse_second_order()
         # In place unless backward will run again, since the gradient of the weight is as large as the weight.
         keeps = keeps_graph()
         found = []

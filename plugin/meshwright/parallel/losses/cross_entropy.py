@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from meshwright.autograd import Node, TensorFunction
-from meshwright.errors import UnreadableTensorError
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.collectives import all_gather
 from meshwright.parallel.losses import softmax_kernels
 
 # On CPU, work through the logits in pieces that stay in a core's cache from one pass to the next.
 _CACHE_BYTES = 1 << 19
+GATHERED = "Pass ToDistributedConfig(gather_logits=True)"  # in place of a loss that overwrites its logits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +156,8 @@ class VocabParallelCrossEntropy(TensorFunction):
         words: the part of the vocabulary that this rank scores.
     """
 
+    instead = GATHERED
+
     @staticmethod
     def forward(ctx: Node, logits_NW: Tensor, targets_N: Tensor, words: Words) -> Tensor:
         exp_NW = logits_NW.detach()
@@ -167,19 +169,9 @@ class VocabParallelCrossEntropy(TensorFunction):
 
     @staticmethod
     def backward(ctx: Node, grad: Tensor) -> tuple[Tensor, None, None]:
-        refuse_second_order()
         # In place, so a second backward through the same graph fails autograd's version check.
         grad_NW, *softmax = ctx.saved_tensors
         return gradient_(grad_NW, Softmax(*softmax), ctx.words, grad), None, None
-
-
-def refuse_second_order() -> None:
-    """Raise in a backward pass whose gradients would be differentiated again: they have no graph."""
-    if torch.is_grad_enabled():
-        raise UnreadableTensorError(
-            "create_graph=True: the gradients of outputs.loss are computed without a graph of outputs.logits, so that "
-            "a penalty on them would lose its gradient. Pass ToDistributedConfig(gather_logits=True)"
-        )
 
 
 def at_least_float32(x: Tensor) -> Tensor:

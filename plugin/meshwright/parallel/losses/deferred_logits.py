@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
 
+from meshwright.autograd import TensorFunction
 from meshwright.errors import UnreadableTensorError
 from meshwright.parallel.foreign_hooks import has_foreign_hooks
 from meshwright.parallel.losses.chunked_head import ChunkedHeadLoss, ChunkedLoss
@@ -346,8 +347,10 @@ def _as_it_is(x: Tensor) -> Tensor:
     return x
 
 
-class _Unseen(torch.autograd.Function):
+class _Unseen(TensorFunction):
     """Connects a stand-in to its graph, and raises if an operation has used it without computing the logits."""
+
+    has_graph = True  # it has none to lack
 
     @staticmethod
     def forward(

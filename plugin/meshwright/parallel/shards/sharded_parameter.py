@@ -64,7 +64,7 @@ class Shard(StandIn):
 
     @classmethod
     def run(cls, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if name == "grad":
+        if name == "grad" and func.__name__ == "__get__":  # torch.autograd.grad has this name too
             for shown in (_WHOLE_GRADIENT, _GRADIENT_ELSEWHERE):
                 if shown in vars(args[0]):
                     return vars(args[0])[shown]

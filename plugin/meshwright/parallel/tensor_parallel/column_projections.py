@@ -25,7 +25,6 @@ from meshwright.mesh.axes import Axis
 from meshwright.parallel import saved_tensors as saved
 from meshwright.parallel.collectives import (
     all_gather,
-    once_differentiable,
     start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
@@ -201,7 +200,6 @@ class _EnterProjections(TensorFunction):
         return full
 
     @staticmethod
-    @once_differentiable  # as other collectives
     def backward(ctx: Node, grad: Tensor | None) -> tuple[object, ...]:
         taken, regathered = ctx.taken, ctx.regathered
         ctx.task, ctx.taken, ctx.regathered = -1, [], None
