@@ -116,6 +116,26 @@ def test_a_run_in_a_store(small: Small, tmp_path: Path, capsys: Any, caplog: Any
     assert small.load("step-3", missing_ok=True) is None and small.load().step == 2
 
 
+def test_small_tensors_come_in_few_requests(small: Small) -> None:
+    """Each request takes a round trip to the store, whatever its size."""
+    small.model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(20)))
+    small.optimizer = torch.optim.AdamW(small.model.parameters())
+    small.model(torch.ones(8)).sum().backward()
+    small.optimizer.step()
+    folder = mw.save_checkpoint(f"{small.root}/step-1", small.model, small.optimizer, step=1)
+    before = mw.full_state_dict(small.model)
+    for parameter in small.model.parameters():
+        parameter.data.zero_()
+    with mock.patch.object(
+        MemoryFileSystem, "cat_ranges", autospec=True, side_effect=MemoryFileSystem.cat_ranges
+    ) as asked:
+        mw.load_checkpoint(folder, small.model, small.optimizer)
+    paths = [path for call in asked.call_args_list for path in call.args[1] if path.endswith(".safetensors")]
+    assert len(paths) <= 4  # of 160 tensors: two of the header, one of all tensors but the last
+    for name, value in mw.full_state_dict(small.model).items():
+        assert torch.equal(value, before[name])
+
+
 def test_what_is_not_a_checkpoint_stays(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
     small.put("other/notes.txt")
     with pytest.raises(CheckpointError, match=r"run/other holds something else than a checkpoint of Meshwright"):

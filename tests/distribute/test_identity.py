@@ -216,11 +216,16 @@ def warnings_of_a_stranger(is_wrapped: bool) -> list[str]:
 
 
 def test_two_parameters_of_one_memory_are_named() -> None:
-    """ZeRO gives each a memory of its own. Without it they stay one; and the model cannot be saved as an object."""
-    models: Any = [build("llama") for _ in range(2)]
+    """ZeRO gives each a memory of its own, if they share elements. Without it they stay one, and cannot be saved so."""
+    models: Any = [build("llama") for _ in range(3)]
     for model in models:
         first, last = (layer.mlp.down_proj for layer in model.model.layers)
         last.bias.data = first.bias.data
+    both = torch.stack([first.bias.data, first.bias.data + 1], dim=-1)
+    first.bias.data, last.bias.data = both.unbind(-1)  # views of one memory that share no element
+    expected = first.bias.tolist(), last.bias.tolist()
+    mw.to_distributed(models[2], plan=mw.ParallelPlan(zero_stage=1))
+    assert (first.bias.tolist(), last.bias.tolist()) == expected
     with pytest.raises(
         mw.PlanError, match=r"0.mlp.down_proj.bias and .*1.mlp.down_proj.bias are two parameters of one"
     ):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -257,16 +257,37 @@ def check_plan(facts: Facts, plan: ParallelPlan, engine: str | None, loss: LossK
 
 def _check_memory(facts: Facts) -> None:
     """Raise if two parameters are views of the same elements, which a rank's own memory of each would take apart."""
-    places = []
-    for x, name in {x: name for name, x in reversed(facts.parameters.items())}.items():
+    storages: dict[int, list[tuple[str, nn.Parameter]]] = {}
+    firsts = {x: name for name, x in reversed(facts.parameters.items())}
+    for x, name in reversed(firsts.items()):
         if type(x) is nn.Parameter and x.numel() and not x.is_meta and x.layout is torch.strided:
-            extent = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1
-            start, extent = x.storage_offset() * x.element_size(), extent * x.element_size()
-            places.append((x.untyped_storage()._cdata, start, start + extent, name, x.requires_grad))
-    for one, other in pairwise(sorted(places)):
-        if one[0] == other[0] and other[1] < one[2] and (one[4] or other[4]):
+            storages.setdefault(x.untyped_storage()._cdata, []).append((name, x))
+    for views in storages.values():
+        for one, other in _overlapping(views):
             raise PlanError(
-                f"{one[3]} and {other[3]} are two parameters of one memory, of which a step on one device changes both "
+                f"{one} and {other} are two parameters of one memory, of which a step on one device changes both "
                 "by the gradient of each, and the plan gives each a memory of its own. Make them one parameter, "
                 "a.weight = b.weight, or two, b.weight.data = b.weight.data.clone(); or use ParallelPlan(dp=...) alone"
             )
+
+
+def _overlapping(views: Sequence[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, str]]:
+    """Yield the names of two parameters of one storage that have an element in common, unless both are frozen."""
+    extents = sorted(_extent(x) for _, x in views)
+    if all(stop <= start for (_, stop), (start, _) in pairwise(extents)):
+        return
+    # Of each byte, since the views may interleave.
+    owners = torch.full((max(stop for _, stop in extents),), -1, dtype=torch.int32)
+    for index, (name, x) in enumerate(views):
+        size = x.element_size()
+        own = owners.as_strided((*x.shape, size), (*(n * size for n in x.stride()), 1), x.storage_offset() * size)
+        for owner in own[own >= 0].unique().tolist():
+            if x.requires_grad or views[owner][1].requires_grad:
+                yield views[owner][0], name
+        own.fill_(index)
+
+
+def _extent(x: Tensor) -> tuple[int, int]:
+    """Return the first byte of a tensor in its storage, and the end of the last."""
+    start, last = int(x.storage_offset()), sum((size - 1) * n for size, n in zip(x.shape, x.stride(), strict=True))
+    return start * x.element_size(), (start + last + 1) * x.element_size()

@@ -21,6 +21,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from meshwright.checkpoint.files.place import Url
+from meshwright.checkpoint.files.read_ahead import ReadAhead
 from meshwright.checkpoint.files.staged_folder import note_saved
 from meshwright.errors import CheckpointError, RemoteError
 
@@ -51,9 +52,8 @@ class _ListedObject:
 class _StoredObject:
     """Reads ranges of an object, and some of them ahead if the caller reads in order."""
 
-    def __init__(self, files: Any, path: Url, until: int | None):
-        self.path, self._files, self._until = path, files, until
-        self._start, self._content = 0, memoryview(b"")
+    def __init__(self, files: Any, path: Url, until: int | None, ahead: ReadAhead):
+        self.path, self._files, self._until, self._ahead = path, files, until, ahead
 
     @property
     def size(self) -> int:
@@ -62,10 +62,11 @@ class _StoredObject:
             return int(self._files.info(str(self.path))["size"])
 
     def read_some(self, offset: int, memory: memoryview) -> int:
-        if not self._start <= offset < self._start + len(self._content):
+        ahead = self._ahead
+        if not ahead.start <= offset < ahead.start + len(ahead.content):
             stop = max(offset + len(memory), self._until or 0)
-            self._start, self._content = offset, self._fetch(offset, min(stop, offset + _AHEAD * _RANGE))
-        found = self._content[offset - self._start :][: len(memory)]
+            ahead.start, ahead.content = offset, self._fetch(offset, min(stop, offset + _AHEAD * _RANGE))
+        found = ahead.content[offset - ahead.start :][: len(memory)]
         memory[: len(found)] = found
         return len(found)
 
@@ -146,8 +147,10 @@ class ObjectStore:
         return {path.rpartition("/")[2]: _ListedObject(entry) for path, entry in paths if path != own}
 
     @contextlib.contextmanager
-    def reading(self, path: Url, *, until: int | None = None, follows_links: bool = False) -> Iterator[_StoredObject]:
-        yield _StoredObject(self._files, path, until)
+    def reading(
+        self, path: Url, *, until: int | None = None, follows_links: bool = False, ahead: ReadAhead | None = None
+    ) -> Iterator[_StoredObject]:
+        yield _StoredObject(self._files, path, until, ahead or ReadAhead())
 
     def new_file(self, path: Url) -> _NewObject:
         return _NewObject(self._files, path)

@@ -15,6 +15,7 @@ from typing import Any
 
 from meshwright import outside_files
 from meshwright.checkpoint.files.place import Place
+from meshwright.checkpoint.files.read_ahead import ReadAhead
 from meshwright.checkpoint.files.storage import StoredFile, storage_of
 from meshwright.errors import CheckpointError, RemoteError
 from meshwright.outside_files import MEMORY, OddFileError
@@ -24,20 +25,23 @@ _PREFIX = b'{"digest":"'
 
 
 @contextlib.contextmanager
-def reading(path: Place, *, until: int | None = None, follows_links: bool = False) -> Iterator[StoredFile]:
+def reading(
+    path: Place, *, until: int | None = None, follows_links: bool = False, ahead: ReadAhead | None = None
+) -> Iterator[StoredFile]:
     """Open a file of a checkpoint, which must be an ordinary file, for reading.
 
     Args:
         path: the file.
         until: the byte before which the caller will read in order, if it is known.
         follows_links: whether the file may be a link.
+        ahead: what earlier readers of the file have left of their last request, and this one leaves, if it is remote.
 
     Raises:
         CheckpointError: if the file cannot be opened, or the block cannot read it.
         RemoteError: if its store does not answer, so that nothing is known of the file.
     """
     try:
-        with storage_of(path).reading(path, until=until, follows_links=follows_links) as reader:
+        with storage_of(path).reading(path, until=until, follows_links=follows_links, ahead=ahead) as reader:
             yield reader
     except RemoteError:
         raise

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from meshwright.checkpoint.files.local_disk import LocalDisk
 from meshwright.checkpoint.files.object_store import ObjectStore
 from meshwright.checkpoint.files.place import Place
+from meshwright.checkpoint.files.read_ahead import ReadAhead
 
 
 class StoredEntry(Protocol):
@@ -92,9 +93,9 @@ class Storage(Protocol):
         """Return what is in a folder, by name; nothing if there is no such folder."""
 
     def reading(
-        self, path: Any, /, *, until: int | None = None, follows_links: bool = False
+        self, path: Any, /, *, until: int | None = None, follows_links: bool = False, ahead: ReadAhead | None = None
     ) -> AbstractContextManager[StoredFile]:
-        """Open a file; ``until`` is the byte before which the caller will read in order, if it is known."""
+        """Open a file; see :func:`reading`."""
 
     def new_file(self, path: Any, /) -> GrowingFile:
         """Begin a file, in memory of a fixed size."""

@@ -6,16 +6,19 @@
 
 from __future__ import annotations
 
+import bisect
+import functools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from meshwright.checkpoint.files.place import Place
+from meshwright.checkpoint.files.read_ahead import ReadAhead
 from meshwright.checkpoint.files.reading import digest, parse_json, read_exactly, read_into, reading
 from meshwright.checkpoint.files.storage import storage_of
 from meshwright.checkpoint.one_device.safetensors_file import MAX_HEADER, file_header, memory_of
@@ -27,6 +30,7 @@ from meshwright.schema import LARGEST, anything, equal, integer, listed, record,
 # Bytes under one digest: a rank that needs some of them reads them all. It is a part of the format: another size needs
 # another FORMAT.
 CHUNK = 2**20
+_NEAR = 8 * 2**20  # bytes that one request to a remote store may bring of the tensors after one
 # The name of such a file; the tag, which only object stores need, keeps the files of two saves apart.
 PART = re.compile(r"part-\d{5,}(-(?P<tag>[0-9a-f]{8}))?\.(safetensors|json)")
 
@@ -192,6 +196,7 @@ class PartIndex:
     path: Place
     random: object
     pieces: dict[str, Piece]
+    _ahead: ReadAhead = field(default_factory=ReadAhead)
 
     @staticmethod
     def read(folder: Place, place: int, files: Mapping[str, FileRecord]) -> PartIndex:
@@ -223,6 +228,15 @@ class PartIndex:
             pieces[key] = _piece(value, path, key)
         return PartIndex(path=folder / name, random=index["random"], pieces=pieces)
 
+    @functools.cached_property
+    def _starts(self) -> list[int]:
+        return sorted(piece.start for piece in self.pieces.values())
+
+    def _until(self, piece: Piece, size: int) -> int:
+        """Return where a request for a piece ends: small tensors that follow it come with it."""
+        near = self._starts[bisect.bisect_right(self._starts, piece.start + _NEAR) - 1]
+        return max(near, piece.start + numel(piece.blocks) * size)
+
     def read_into(
         self, key: str, dtype: torch.dtype, target: Tensor, wanted: list[StridedBlock]
     ) -> Iterator[tuple[int, int]]:
@@ -251,7 +265,7 @@ class PartIndex:
         if target.is_cpu and target.dtype == dtype and target.is_contiguous() and len(found) == found[0].count == 1:
             run = found[0]  # its chunks are read in place: on the CPU, copying costs as much as reading
             direct = memory_of(target)[run.local * size : (run.local + run.length) * size]
-        with reading(self.path, until=piece.start + numel(piece.blocks) * size) as reader:
+        with reading(self.path, until=self._until(piece, size), ahead=self._ahead) as reader:
             for start, stop, expected in piece.chunks(dtype):
                 is_direct = run is not None and run.whole <= start and stop <= run.whole + run.length
                 if run is not None and is_direct:
