@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from meshwright.checkpoint.files import disk
-from meshwright.checkpoint.files.read_ahead import ReadAhead
+from meshwright.checkpoint.files.held_bytes import HeldBytes
 from meshwright.checkpoint.files.staged_folder import (
     StagedFolder,
     locked,
@@ -71,7 +71,7 @@ class LocalDisk:
 
     @contextlib.contextmanager
     def reading(
-        self, path: Path, *, until: int | None = None, follows_links: bool = False, ahead: ReadAhead | None = None
+        self, path: Path, *, until: int | None = None, follows_links: bool = False, ahead: HeldBytes | None = None
     ) -> Iterator[_OpenFile]:
         # Without waiting for a pipe's other end, which may never come.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | (0 if follows_links else os.O_NOFOLLOW))

@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta
 from typing import Any
 
+from meshwright.checkpoint.files.held_bytes import HeldBytes
 from meshwright.checkpoint.files.place import Url
-from meshwright.checkpoint.files.read_ahead import ReadAhead
 from meshwright.checkpoint.files.staged_folder import note_saved
 from meshwright.errors import CheckpointError, RemoteError
 
@@ -52,7 +52,7 @@ class _ListedObject:
 class _StoredObject:
     """Reads ranges of an object, and some of them ahead if the caller reads in order."""
 
-    def __init__(self, files: Any, path: Url, until: int | None, ahead: ReadAhead):
+    def __init__(self, files: Any, path: Url, until: int | None, ahead: HeldBytes):
         self.path, self._files, self._until, self._ahead = path, files, until, ahead
 
     @property
@@ -148,9 +148,9 @@ class ObjectStore:
 
     @contextlib.contextmanager
     def reading(
-        self, path: Url, *, until: int | None = None, follows_links: bool = False, ahead: ReadAhead | None = None
+        self, path: Url, *, until: int | None = None, follows_links: bool = False, ahead: HeldBytes | None = None
     ) -> Iterator[_StoredObject]:
-        yield _StoredObject(self._files, path, until, ahead or ReadAhead())
+        yield _StoredObject(self._files, path, until, ahead or HeldBytes())
 
     def new_file(self, path: Url) -> _NewObject:
         return _NewObject(self._files, path)

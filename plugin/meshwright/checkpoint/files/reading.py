@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from meshwright import outside_files
+from meshwright.checkpoint.files.held_bytes import HeldBytes
 from meshwright.checkpoint.files.place import Place
-from meshwright.checkpoint.files.read_ahead import ReadAhead
 from meshwright.checkpoint.files.storage import StoredFile, storage_of
 from meshwright.errors import CheckpointError, RemoteError
 from meshwright.outside_files import MEMORY, OddFileError
@@ -26,7 +26,7 @@ _PREFIX = b'{"digest":"'
 
 @contextlib.contextmanager
 def reading(
-    path: Place, *, until: int | None = None, follows_links: bool = False, ahead: ReadAhead | None = None
+    path: Place, *, until: int | None = None, follows_links: bool = False, ahead: HeldBytes | None = None
 ) -> Iterator[StoredFile]:
     """Open a file of a checkpoint, which must be an ordinary file, for reading.
 

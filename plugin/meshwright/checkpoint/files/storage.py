@@ -11,10 +11,10 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
+from meshwright.checkpoint.files.held_bytes import HeldBytes
 from meshwright.checkpoint.files.local_disk import LocalDisk
 from meshwright.checkpoint.files.object_store import ObjectStore
 from meshwright.checkpoint.files.place import Place
-from meshwright.checkpoint.files.read_ahead import ReadAhead
 
 
 class StoredEntry(Protocol):
@@ -93,7 +93,7 @@ class Storage(Protocol):
         """Return what is in a folder, by name; nothing if there is no such folder."""
 
     def reading(
-        self, path: Any, /, *, until: int | None = None, follows_links: bool = False, ahead: ReadAhead | None = None
+        self, path: Any, /, *, until: int | None = None, follows_links: bool = False, ahead: HeldBytes | None = None
     ) -> AbstractContextManager[StoredFile]:
         """Open a file; see :func:`reading`."""
 

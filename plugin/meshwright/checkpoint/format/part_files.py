@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.checkpoint.files.held_bytes import HeldBytes
 from meshwright.checkpoint.files.place import Place
-from meshwright.checkpoint.files.read_ahead import ReadAhead
 from meshwright.checkpoint.files.reading import digest, parse_json, read_exactly, read_into, reading
 from meshwright.checkpoint.files.storage import storage_of
 from meshwright.checkpoint.one_device.safetensors_file import MAX_HEADER, file_header, memory_of
@@ -196,7 +196,7 @@ class PartIndex:
     path: Place
     random: object
     pieces: dict[str, Piece]
-    _ahead: ReadAhead = field(default_factory=ReadAhead)
+    _ahead: HeldBytes = field(default_factory=HeldBytes)
 
     @staticmethod
     def read(folder: Place, place: int, files: Mapping[str, FileRecord]) -> PartIndex:

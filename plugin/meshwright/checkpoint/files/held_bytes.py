@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass
-class ReadAhead:
+class HeldBytes:
     """The bytes of one file that a store has sent last, which several readers of the file may share.
 
     Args:
