@@ -179,7 +179,8 @@ class _Drawing:
             return draw_part(part, kernel, args, kwargs) if part and is_known else kernel(*args, **kwargs)
         if not self.passes:
             return kernel(*args, **kwargs)
-        found, draw = self.innermost(sys._getframe(1)), functools.partial(kernel, *args, **kwargs)
+        draw: Callable[[], Any] = functools.partial(kernel, *args, **kwargs)
+        found = self.innermost(sys._getframe(1))
         if found is not None:
             draws, current = found
             if not draws.is_on:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 
@@ -29,7 +30,7 @@ class RunningCall:
     module: nn.Module
     frame: FrameType
     is_pass: bool
-    end: Restore | None = None
+    end: Callable[[], object] | None = None
     restore: Restore | None = None
     keeps_sharded: bool = False
     defers: bool = False
