@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import threading
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ import transformers
 from torch import Tensor, nn
 
 import meshwright as mw
+from meshwright.parallel.draws import sites
+from meshwright.parallel.draws.part import DrawnPart, draw_part
 from support.exact import Float64
 from support.logs import logged
 
@@ -147,3 +151,105 @@ def test_draws_that_are_not_those_of_one_device_are_told_of_once(pool2: Any) -> 
         said, quiet = pool2.run(told, kind), pool2.run(told, kind, "rank")
         assert said[0] == said[1] and len(said[0]) == 1 and word in said[0][0] and "draws='rank'" in said[0][0], said
         assert quiet == [[], []]
+
+
+class Called(nn.Module):
+    """Draws in the ways in which a program may come to a forward, and in which it may leave it."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.linear, self.calls = kind, nn.Linear(LENGTH, 3), 0
+
+    def forward(self, x: Any, labels: Tensor) -> Any:
+        if self.kind == "nested arguments":
+            x = x["of"]["rows"][0] * torch.rand_like(x["of"]["rows"][0])
+        if self.kind == "lengths":
+            x = nn.functional.dropout(x, 0.5, self.training).unfold(1, LENGTH, 1).mean(1)
+        x = nn.functional.dropout(x, 0.5, self.training)
+        self.calls += 1
+        if self.kind == "interrupted" and self.calls == 2:
+            raise KeyboardInterrupt
+        if self.kind == "itself" and self.calls % 2:  # as for self-conditioning
+            x = x + self(x.detach(), labels)["loss"].detach()
+        if self.kind == "thread":  # as a loader's
+            thread = threading.Thread(target=torch.rand, args=(3,))
+            thread.start()
+            thread.join()
+        x = x + 0.1 * torch.randn_like(x)
+        return {"loss": nn.functional.cross_entropy(self.linear(x), labels)}
+
+
+KINDS = ("interrupted", "itself", "thread", "nested arguments", "lengths")
+
+
+def called(kind: str, plan: str | None = "dp2") -> tuple[list[float], list[str], int]:
+    """The losses of four steps and the numbers drawn between them; what was said; how often forms were sought."""
+    torch.manual_seed(0)
+    model: Any = Called(kind).double()
+    rows = slice(None)
+    if plan is not None:
+        config = mw.ToDistributedConfig(plan=plan, loss_averages_over="rows", draws="device")
+        model, rows = mw.to_distributed(model, config=config)[0], slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
+    generator, labels = torch.Generator().manual_seed(1), torch.tensor([0, 1, 2, 0])
+    torch.manual_seed(5)
+    found = []
+    with (
+        logged(level=logging.WARNING) as said,
+        patch.object(sites, "whole_twin", side_effect=sites.whole_twin) as sought,
+    ):
+        for number in range(4):
+            length = LENGTH + (number if kind == "lengths" else 0)
+            x: Any = torch.rand(4, length, generator=generator, dtype=torch.float64)[rows]
+            x = {"of": {"rows": [x]}} if kind == "nested arguments" else x
+            try:
+                loss = model(x, labels[rows])["loss"]
+                loss.backward()
+                found.append(loss.item())
+            except KeyboardInterrupt:
+                pass
+            found.append(torch.rand(2).sum().item())
+    return found, said, sought.call_count
+
+
+def all_called() -> list[tuple[list[float], list[str], int]]:
+    return [called(kind) for kind in KINDS]
+
+
+def test_a_draw_belongs_to_the_call_that_makes_it(pool2: Any) -> None:
+    """Not to a pass that was interrupted, nor to another call of the model or another thread."""
+    found = pool2.run(all_called)
+    for number, kind in enumerate(KINDS):
+        (first, said, sought), (second, *_) = (of_rank[number] for of_rank in found)
+        # The losses are those of a rank's rows, or of all if the runtime averages them.
+        expected = called(kind, None)[0]
+        mean = [(one + other) / 2 for one, other in zip(first, second, strict=True)]
+        assert mean == pytest.approx(expected, rel=1e-12), kind
+        assert not said, said
+        assert sought <= 2, (kind, sought)  # batches of further lengths have the rows where two have shown them
+
+
+def apart() -> tuple[list[str], list[float]]:
+    torch.manual_seed(0)
+    model = mw.to_distributed(made("bert"), config=mw.ToDistributedConfig(plan="dp2 tp2", draws="device"))[0].train()
+    with logged(level=logging.WARNING) as said:
+        losses = []
+        for number in range(3):
+            torch.manual_seed(0 if number == 0 else dist.get_rank() // 2)
+            own = {key: x.chunk(2)[dist.get_rank() // 2] for key, x in batch("bert", number).items()}
+            losses.append(model(**own).loss)
+            losses[-1].backward()
+    return said, [loss.item() for loss in losses]
+
+
+def test_ranks_of_dp_that_stop_apart_are_told_of(pool4: Any) -> None:
+    """A warning, also where ranks of tp hold the same activations, which still draw the same."""
+    for said, _ in (results := pool4.run(apart)):
+        assert len(said) == 1 and "Seed all ranks" in said[0], said
+    assert len({tuple(losses) for _, losses in results}) == 1
+
+
+def test_a_whole_draw_without_memory_names_the_cure() -> None:
+    size = 2**44
+    part = DrawnPart((size,), ((size, 1),), rows=(0, 0, 2))
+    with pytest.raises(mw.PlanError, match=r"no room .*shape \(17592186044416,\).*\(2,\).*draws='rank'"):
+        draw_part(part, Tensor.uniform_, (torch.empty(2),), {})

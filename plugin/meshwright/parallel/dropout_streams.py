@@ -67,12 +67,17 @@ class DropoutStreams:
         dp, pp = self._mesh.dp, self._mesh.pp
         if self._mesh.size == 1 or is_capturing(device):
             return _nothing
-        kind = "training" if trains else "evaluation"
-        self._passes[kind] += 1
+        kind = self.count(trains=trains)
         text = f"{self._seed} {kind} {self._passes[kind]} {dp.rank}"
         if pp.size > 1:
             text += f" pp{pp.rank}"
         return _switch(device, int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) % _MAX_SEED)
+
+    def count(self, *, trains: bool) -> str:
+        """Count a pass, also one that draws from no stream, so that all ranks have the same counts; return its kind."""
+        kind = "training" if trains else "evaluation"
+        self._passes[kind] += 1
+        return kind
 
     def state_dict(self) -> dict[str, int]:
         """Return the seed and pass counts that determine the seeds of later passes.

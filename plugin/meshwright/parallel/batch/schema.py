@@ -191,6 +191,10 @@ class BatchSchema:
         return {name: self._twice(name, x) for name, x in self.batch.items()}
 
     def _twice(self, name: str, x: Any) -> Any:
+        if isinstance(x, Mapping) and name not in self.format.dims:
+            return {key: self._twice(f"{name}.{key}", item) for key, item in x.items()}
+        if isinstance(x, list | tuple) and name not in self.format.dims and self._is_nested(name, x):
+            return rebuilt(x, [self._twice(f"{name}.{i}", item) for i, item in enumerate(x)])
         if not isinstance(x, list | tuple) and not (isinstance(x, Tensor) and x.ndim):
             return x
         dim = self.row_dim(name, x) if len(x) else None

@@ -11,21 +11,22 @@ All ranks draw from torch's own generators, in the program's order, so after a s
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import math
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
 
 from meshwright.faults.guard import Guard
+from meshwright.faults.statement import Statement
 from meshwright.mesh.axes import Axis, Mesh
 from meshwright.parallel.autograd_graph import in_backward
 from meshwright.parallel.batch.items import BatchFormat
@@ -34,7 +35,6 @@ from meshwright.parallel.batch.share import share_of
 from meshwright.parallel.draws.kernels import (
     Call,
     digest_of,
-    digest_of_state,
     generator_of,
     generators_of,
     hand_draws_to,
@@ -48,6 +48,7 @@ from meshwright.temporarily import temporarily
 logger = logging.getLogger(__name__)
 
 _RANK = "ToDistributedConfig(draws='rank')"  # what to write instead
+_CURE = f"Seed all ranks alike, torch.manual_seed(0), and draw on all ranks alike between the steps; or pass {_RANK}"
 _TIMED, _SHARE = 5, 0.02  # the first steps, and the part of their time of which a line tells
 _MOST = 2**15  # draws whose parts are known again when backward computes a layer again
 _FIRST, _EVERY = 3, 50  # the first steps, in which the ranks compare their random states, and every so many
@@ -65,8 +66,7 @@ class _Pass:
         dp: the axis over which the rows of the global batch are split.
         states: the states of torch's generators before the first micro-batch.
         given: the program's own generators that the pass has drawn from, with their states before.
-        thread: the thread that runs it.
-        last: by kind of device, the digest of the generator's state after the last draw.
+        frame: the frame that runs it, which a draw of the pass has on its stack.
         part: which of this rank's rows run now; None for all.
         drew: whether it has drawn.
         is_seen: whether all that it has drawn was seen.
@@ -77,7 +77,7 @@ class _Pass:
     format: BatchFormat
     device: torch.device
     dp: Axis
-    last: dict[str, bytes]
+    frame: FrameType
     thread: int = field(default_factory=threading.get_ident)
     states: dict[str, Tensor] = field(default_factory=dict)
     given: dict[Generator, Tensor] = field(default_factory=dict)
@@ -116,7 +116,13 @@ class _Drawing:
     """What draws now in this process."""
 
     def __init__(self) -> None:
-        self.running: DeviceDraws | None = None  # of the innermost pass that runs
+        # The passes that run, by their frames. A draw belongs to the innermost pass on its own stack, so those of other
+        # threads, and those after a pass that was interrupted, belong to none.
+        self.passes: dict[FrameType, tuple[DeviceDraws, _Pass]] = {}
+        # By generator, the digest of its state after the last draw of any thread, while passes run.
+        self.last: dict[Generator, bytes] = {}
+        self.is_looking = False  # whether a pass without values runs, of which threads may draw
+        self.lock = threading.RLock()  # so that a digest is that of the state after a draw
         # By the generator's state before a draw: the part of the draw, and the shape of what a rank keeps. Backward
         # computes a layer again from the same state. The micro-batches of a pass begin from one state, but all except
         # the last run their backward at once.
@@ -128,24 +134,70 @@ class _Drawing:
             del self.parts[next(iter(self.parts))]
         self.parts[state] = part, shape
 
+    def innermost(self, frame: FrameType | None) -> tuple[DeviceDraws, _Pass] | None:
+        """Return the pass that has called a frame."""
+        while self.passes and frame is not None:
+            if (found := self.passes.get(frame)) is not None:
+                return found
+            frame = frame.f_back
+        return None
+
+    def begin(self, draws: DeviceDraws, current: _Pass) -> None:
+        """Begin a pass, after which nothing of this thread runs that it is not inside of."""
+        thread, running, frame = current.thread, set(), current.frame.f_back
+        while self.passes and frame is not None:
+            running.add(frame)
+            frame = frame.f_back
+        with self.lock:
+            self.passes = {x: of for x, of in self.passes.items() if of[1].thread != thread or x in running}
+            if not self.passes:
+                self.last.clear()
+            self.see(current.device)
+            self.passes[current.frame] = draws, current
+
+    def see(self, device: torch.device) -> None:
+        """Note if the generators have drawn without a call of this object, as in a kernel."""
+        for generator in generators_of(device).values():
+            self.reach(generator, digest_of(generator))
+
+    def follow(self, device: torch.device) -> None:
+        """Go on from states that the runtime has set."""
+        self.last.update({generator: digest_of(generator) for generator in generators_of(device).values()})
+
+    def reach(self, generator: Generator, state: bytes) -> None:
+        """Note the state of a generator before a draw, or where no draw has happened since the last one."""
+        if self.last.get(generator, state) != state and not self.is_looking:
+            for _, current in self.passes.values():
+                current.is_seen = False
+        self.last[generator] = state
+
     def draw(self, kernel: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a draw of this process."""
         if in_backward():
             part, shape = (self.parts and self.parts.get(digest_of(generator_of(args, kwargs)))) or (None, None)
             is_known = part is not None and kwargs.get("out", args[0]).shape == shape
             return draw_part(part, kernel, args, kwargs) if part and is_known else kernel(*args, **kwargs)
-        running = self.running
-        if running is None or not running.runs_here:
+        if not self.passes:
             return kernel(*args, **kwargs)
-        return running.draw(kernel, args, kwargs)
+        draw: Callable[[], Any] = functools.partial(kernel, *args, **kwargs)
+        found = self.innermost(sys._getframe(1))
+        if found is not None:
+            draws, current = found
+            if not draws.is_on:
+                draws.tell_of_states(current.module)
+                return draw()
+            draw = draws.as_one_device(current, kernel, args, kwargs)
+        if kwargs.get("generator") is not None:
+            return draw()
+        generator = generator_of(args, kwargs)
+        with self.lock:
+            self.reach(generator, digest_of(generator))
+            drawn = draw()
+            self.last[generator] = digest_of(generator)
+        return drawn
 
 
 _process = _Drawing()
-
-
-def apart() -> contextlib.AbstractContextManager[None]:
-    """Let what runs inside the context draw for its own rows alone, as without a plan."""
-    return temporarily(_process, running=None)
 
 
 class DeviceDraws:
@@ -172,23 +224,27 @@ class DeviceDraws:
         self._sites = DrawSites(wholes)
         self._is_known = True
         streams.is_on = not is_on
-        self._pass: _Pass | None = None
         self._told: set[str] = set()
         self._state: str | None = None  # before the last pass
         self._moment, self._rows = "", 0
         self._meetings: dict[str, int] = {}
-        self._compares, self._has_drawn, self._differs = is_on, False, False
+        self._may_be_on, self._compares, self._has_drawn, self._differs = is_on, is_on, False, False
         self._cost = DrawingTime()
 
     @property
     def moment(self) -> str:
         """What must be equal on all ranks before each step."""
-        return self._moment if self.is_on else self._streams.moment
+        return self._streams.moment
 
     @property
-    def runs_here(self) -> bool:
-        """Whether a pass runs, on this thread."""
-        return self._pass is not None and self._pass.thread == threading.get_ident()
+    def statements(self) -> tuple[Statement, ...]:
+        """What ranks that hold the same activations say before each step. Those of dp may go on with other masks."""
+        if not self._may_be_on:
+            return ()
+        moment = self._moment if self.is_on else "draws for itself"
+        what = "what draws='device' draws from (the random state, the rows of the last batch)"
+        advice = f"The ranks of tp hold the same activations, for which they must draw the same. {_CURE}"
+        return (Statement(text=moment, details=lambda: {what: moment}, advice=advice),)
 
     def look(self, guard: Guard, device: torch.device) -> None:
         """Look at the random state before a pass. Ranks of tp hold the same activations, and draw the same for these.
@@ -225,42 +281,48 @@ class DeviceDraws:
             self._stop()
         self._compares &= self.is_on
 
-    def enter_model(self, module: nn.Module, batch: dict[str, Any], device: torch.device, *, trains: bool) -> Restore:
+    def enter_model(
+        self, module: nn.Module, batch: dict[str, Any], device: torch.device, frame: FrameType, *, trains: bool
+    ) -> Restore:
         """Begin a forward pass.
 
         Args:
             module: the module that is called.
             batch: its arguments by name.
             device: the device on which the pass draws.
+            frame: the frame that runs the pass.
             trains: whether the pass trains.
 
         Returns:
             A function that ends the pass.
         """
-        if (not self.is_on and not self._differs) or is_capturing(device):
+        if is_capturing(device) or not (self.is_on or self._differs or _process.passes):
             return self._streams.enter_model(device, trains=trains)
         hand_draws_to(_process.draw, (torch.device("cpu"), device))
+        current = _Pass(module, batch, self._format, device, self._mesh.dp, frame)
+        _process.begin(self, current)
         restore = None if self.is_on else self._streams.enter_model(device, trains=trains)
-        last = {kind: digest_of(generator) for kind, generator in generators_of(device).items()}
-        current = _Pass(module, batch, self._format, device, self._mesh.dp, last)
-        before, self._pass = self._pass, current
-        outer, _process.running = _process.running, self
-        if trains:
+        if self.is_on:
+            self._streams.count(trains=trains)
+        if trains and self.is_on:
             self._cost.begin()
 
         def end() -> None:
-            _process.running, self._pass = outer, before
+            with _process.lock:
+                if restore is None:
+                    _process.see(device)
+                _process.passes.pop(frame, None)
             if restore is not None:
                 restore()
-            elif current.drew or any(digest_of(g) != current.last[kind] for kind, g in generators_of(device).items()):
+            elif current.drew or not current.is_seen:
                 self._end(current)
 
         return end
 
     def begin_slice(self, rows: range) -> None:
         """Begin a micro-batch of the running pass, which draws what the whole pass draws, and has some of its rows."""
-        current = self._pass
-        if current is None or not self.is_on:
+        owner, current = _process.innermost(sys._getframe(1)) or (None, None)
+        if current is None or owner is not self or not self.is_on:
             return
         is_first, current.part = current.part is None, rows  # several may begin at row 0, with no rows
         generators = generators_of(current.device)
@@ -269,46 +331,54 @@ class DeviceDraws:
             return
         for given, state in current.given.items():
             given.set_state(state)
+        _process.see(current.device)
         for kind, generator in generators.items():
             generator.set_state(current.states[kind])
-            current.last[kind] = digest_of_state(current.states[kind])
+        _process.follow(current.device)
 
-    def draw(self, kernel: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make a draw of the running pass."""
-        current = self._pass
-        assert current is not None
-        if not self.is_on:
-            self._tell_once(
-                "states",
-                "the forward of %s draws random numbers, and the ranks differ in torch's random state or in the number "
-                "of their rows, so they draw others than one device. Seed all ranks alike, torch.manual_seed(0), draw "
-                "on all ranks alike between the steps, and take batches from the loader; or pass %s, which says "
-                "nothing",
-                type(current.module).__name__, _RANK,
-            )  # fmt: skip
-            self._differs = False
-            return kernel(*args, **kwargs)
+    def as_one_device(
+        self, current: _Pass, kernel: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Callable[[], Any]:
+        """Return a function that makes a draw of a pass.
+
+        Args:
+            current: the pass.
+            kernel: the operation's own kernel.
+            args: its arguments.
+            kwargs: its arguments by name.
+        """
         current.drew = True
-        state = digest_of(generator := generator_of(args, kwargs))
-        x, kind, is_default = kwargs.get("out", args[0]), generator.device.type, kwargs.get("generator") is None
-        if not is_default and generator not in current.given:
+        generator, x = generator_of(args, kwargs), kwargs.get("out", args[0])
+        if kwargs.get("generator") is not None and generator not in current.given:
             current.given[generator] = generator.get_state()
-        current.is_seen &= not is_default or state == current.last[kind]
-        lines = lines_to(sys._getframe(1))
+        lines = lines_to(sys._getframe(1), current.frame)
         part = self._part(current, lines, x)
-        start = time.perf_counter()
         if part is None:
             self._tell_of_unplaced(lines, x)
-        if part is None or part.is_whole:
-            _process.parts.pop(state, None)  # of another pass from the same state, as of a program that seeds again
-            drawn = kernel(*args, **kwargs)  # which backward repeats if it computes the layer again
-        else:
+
+        def draw() -> Any:
+            state = digest_of(generator)
+            if part is None or part.is_whole:
+                _process.parts.pop(state, None)  # of another pass from the same state, as of a program that seeds again
+                return kernel(*args, **kwargs)  # which backward repeats if it computes the layer again
+            start = time.perf_counter()
             _process.keep(state, part, x.shape)
             drawn = draw_part(part, kernel, args, kwargs)
             self._cost.add((time.perf_counter() - start) * (1 - x.numel() / math.prod(part.shape)))
-        if is_default:
-            current.last[kind] = digest_of(generator)
-        return drawn
+            return drawn
+
+        return draw
+
+    def tell_of_states(self, module: nn.Module) -> None:
+        """Tell that ranks draw for themselves, if they differ."""
+        if self._differs:
+            self._differs = False
+            self._tell_once(
+                "states",
+                "the forward of %s draws random numbers, and the ranks differ in torch's random state or in the number "
+                "of their rows, so they draw others than one device. %s, which says nothing",
+                type(module).__name__, _CURE,
+            )  # fmt: skip
 
     def _part(self, current: _Pass, lines: Lines, x: Tensor) -> DrawnPart | None:
         """Return the part of a draw that this rank keeps; None if it is not known."""
@@ -318,10 +388,18 @@ class DeviceDraws:
         of = functools.partial(part_of, rows=current.rows, total=current.total, lengths=sizes.lengths, tp=tp)
         for _ in range(2):
             forms = self._sites.find(lines, sizes)
+            if forms == {None} and tp.size == 1:  # a rank has all of a row, whatever its sizes
+                forms = self._sites.find_alike(lines, sizes, x.shape, len(current.rows))
             parts = {of(form, x.shape) for form in forms if form is not None and len(form) == x.ndim} - {None}
             if len(parts) == 1 and None not in forms:
                 return parts.pop()
-            if not self._sites.observe(current.module, current.schema, sizes, lines):
+            start = time.perf_counter()
+            _process.see(current.device)
+            with temporarily(_process, is_looking=True):
+                has_run = self._sites.observe(current.module, current.schema, sizes, lines)
+            _process.follow(current.device)  # from the states of before
+            self._cost.add(time.perf_counter() - start)
+            if not has_run:
                 return None
         return None
 
@@ -340,8 +418,7 @@ class DeviceDraws:
 
     def _end(self, current: _Pass) -> None:
         self._has_drawn, self._rows = True, current.total
-        now = generators_of(current.device)
-        if not current.is_seen or any(digest_of(generator) != current.last[kind] for kind, generator in now.items()):
+        if not current.is_seen:
             self._tell_once(
                 "unseen",
                 "the forward of %s draws random numbers inside of a kernel, such as an attention with dropout on CUDA "

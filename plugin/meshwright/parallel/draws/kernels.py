@@ -7,6 +7,7 @@ draws nothing runs nothing of this file, and needs no mode that sees all of its 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import threading
@@ -68,7 +69,7 @@ def hand_draws_to(handler: Handler, devices: Iterable[torch.device]) -> None:
 def _draw(kernel: Call, keys: Any, *args: Any, **kwargs: Any) -> Any:
     if (handler := _process.handler) is None or vars(_inside):
         return kernel(keys, *args, **kwargs)
-    with temporarily(_inside, is_on=True):
+    with apart():
         return handler(functools.partial(kernel, keys), args, kwargs)
 
 
@@ -82,9 +83,14 @@ def _dropout(kernel: Call, keys: Any, x: Tensor, p: float, train: bool | None) -
         # The kernel draws alike for all values and, on CUDA, for any dtype of the same size.
         return mask.copy_(kernel(keys, torch.empty_like(mask, dtype=x.dtype), p, train)[1])
 
-    with temporarily(_inside, is_on=True):
+    with apart():
         mask = handler(fill, (torch.empty_like(x, dtype=torch.bool),), {})
         return torch.ops.aten.native_dropout_backward(x, mask, 1 / (1 - p)), mask
+
+
+def apart() -> contextlib.AbstractContextManager[None]:
+    """Let what this thread draws inside the context be torch's, as without a handler."""
+    return temporarily(_inside, is_on=True)
 
 
 def generators_of(device: torch.device) -> dict[str, Generator]:
@@ -105,9 +111,4 @@ def generator_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Generator:
 
 def digest_of(generator: Generator) -> bytes:
     """Return a digest of a generator's state."""
-    return digest_of_state(generator.get_state())
-
-
-def digest_of_state(state: Tensor) -> bytes:
-    """Return a digest of a state."""
-    return hashlib.blake2b(state.numpy().data, digest_size=8).digest()
+    return hashlib.blake2b(generator.get_state().numpy().data, digest_size=8).digest()

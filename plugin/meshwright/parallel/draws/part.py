@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshwright.errors import PlanError
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.draws.kernels import Call
 from meshwright.parallel.draws.sites import Dim, Form
@@ -99,15 +100,28 @@ def part_of(
 
 
 def draw_part(part: DrawnPart, kernel: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Draw a whole tensor, and keep a part of it."""
+    """Draw a whole tensor, and keep a part of it.
+
+    Raises:
+        PlanError: if the memory has no room for the whole tensor.
+    """
     x: Tensor = args[0]
-    # A kernel may draw in the order of the memory.
-    order = sorted(range(x.ndim), key=x.stride, reverse=True) if not x.is_contiguous() else list(range(x.ndim))
-    memory = x.new_empty([part.shape[dim] for dim in order])
-    whole = memory.permute([order.index(dim) for dim in range(x.ndim)])
-    rest = [_whole_of(part, value.expand(x.shape)) if isinstance(value, Tensor) else value for value in args[1:]]
-    kernel(whole, *rest, **kwargs)
-    return x.copy_(part.of(whole))
+    try:
+        # A kernel may draw in the order of the memory.
+        order = sorted(range(x.ndim), key=x.stride, reverse=True) if not x.is_contiguous() else list(range(x.ndim))
+        memory = x.new_empty([part.shape[dim] for dim in order])
+        whole = memory.permute([order.index(dim) for dim in range(x.ndim)])
+        rest = [_whole_of(part, value.expand(x.shape)) if isinstance(value, Tensor) else value for value in args[1:]]
+        kernel(whole, *rest, **kwargs)
+        return x.copy_(part.of(whole))
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "you tried to allocate" not in str(error):
+            raise
+        raise PlanError(
+            f"the memory of {x.device} has no room for the random numbers of the whole batch, shape {part.shape}, of "
+            f"which this rank keeps {tuple(x.shape)}. With draws='device' each rank draws the numbers of one device. "
+            "Use smaller micro-batches; or ToDistributedConfig(draws='rank'), with which it draws its own alone"
+        ) from error
 
 
 def _whole_of(part: DrawnPart, own: Tensor) -> Tensor:

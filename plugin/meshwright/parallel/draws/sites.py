@@ -22,9 +22,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from meshwright.containers import rebuilt
 from meshwright.errors import PlanError
 from meshwright.layout.tensor_layout import layout_if_any
 from meshwright.parallel.batch.schema import TOKENS, BatchSchema
+from meshwright.parallel.draws.kernels import apart
 from meshwright.parallel.fake_passes.fake_pass import run_again_without_values
 from meshwright.parallel.foreign_hooks import hook_tables
 from meshwright.parallel.method_chain import find_chain
@@ -36,6 +38,7 @@ Line = tuple[CodeType, int]  # a function, and the place in it
 Lines = tuple[Line, ...]  # those that lead to a draw, from the innermost
 _Shapes = dict[Lines, list[tuple[int, ...]]]  # of the draws at some lines, in their order
 
+_KINDS = 64  # of batches whose draws are kept, such as those with sound of several lengths
 _LONGEST = 16  # of the functions that lead to a draw: its module, the block, the layer and the stack around it
 # The twin runs in a thread.
 _LEFT_OUT = f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[2]}/", threading.__file__
@@ -104,6 +107,13 @@ class _SeenDraws:
     forms: dict[Lines, set[Form | None]] = field(default_factory=lambda: defaultdict(set))
     tried: set[Lines] = field(default_factory=set)
 
+    def find(self, lines: Lines) -> set[Form | None]:
+        """Return the forms of the draws at some lines, with None if some are not known."""
+        for count in range(len(lines), 0, -1):
+            if (forms := self.forms.get(lines[:count])) is not None:
+                return forms
+        return {None}
+
 
 class DrawSites:
     """The draws of a module that were seen so far, by the lines that lead to them.
@@ -118,15 +128,33 @@ class DrawSites:
     def __init__(self, wholes: Mapping[nn.Module, Mapping[str, Any]]) -> None:
         self.wholes = wholes
         self.failure: str | None = None
-        self._seen: dict[Hashable, _SeenDraws] = defaultdict(_SeenDraws)
+        self._seen: dict[Hashable, _SeenDraws] = {}
 
     def find(self, lines: Lines, sizes: BatchSizes) -> set[Form | None]:
         """Return the forms of the draws at some lines in a batch of some sizes, with None if some are not known."""
-        found = self._seen[sizes.others].forms
-        for count in range(len(lines), 0, -1):
-            if (forms := found.get(lines[:count])) is not None:
-                return forms
-        return {None}
+        seen = self._seen.get(sizes.others)
+        return {None} if seen is None else seen.find(lines)
+
+    def find_alike(self, lines: Lines, sizes: BatchSizes, own: Sequence[int], rows: int) -> set[Form | None]:
+        """Return the form of a draw in a batch of a new kind, as of sound of another length, in which a rank has all
+        of each row: its rows are where batches of two kinds have shown them. {None} if they have not.
+
+        Args:
+            lines: the lines that lead to the draw.
+            sizes: the sizes of the batch.
+            own: the shape of the draw.
+            rows: the number of rows that run now.
+        """
+        if sizes.others in self._seen:
+            return {None}
+        found = [seen.find(lines) for seen in self._seen.values()]
+        known = [forms for forms in found if forms != {None}]
+        dims = {tuple(dim.has_rows for dim in form) if form else () for forms in known for form in forms}
+        if len(known) < 2 or len(dims) > 1 or len(has_rows := dims.pop()) != len(own):
+            return {None}
+        if any(size != rows for size, is_of_rows in zip(own, has_rows, strict=True) if is_of_rows):
+            return {None}
+        return {tuple(Dim(x, fixed=1 if x else size) for size, x in zip(own, has_rows, strict=True))}
 
     def observe(self, module: nn.Module, schema: BatchSchema, sizes: BatchSizes, lines: Lines) -> bool:
         """Run a module without values, unless it has run for these lines before; return whether it ran.
@@ -137,7 +165,10 @@ class DrawSites:
             sizes: their sizes.
             lines: those that lead to the draw that is not known yet. Hooks among them run too.
         """
-        seen = self._seen[sizes.others]
+        seen = self._seen.pop(sizes.others, _SeenDraws())
+        while len(self._seen) >= _KINDS:
+            del self._seen[next(iter(self._seen))]
+        self._seen[sizes.others] = seen  # the last one
         if lines in seen.tried:
             return False
         seen.tried.add(lines)
@@ -145,7 +176,7 @@ class DrawSites:
         once, self.failure = _draws_of(twin, schema.batch)
         doubled = schema.twice()
         others = [_draws_of(twin, doubled)[0]]
-        are_rows_known = _are_doubled(schema.batch, doubled, schema.rows)
+        are_rows_known = schema.rows > 0 and _are_doubled(schema.batch, doubled, schema.rows)
         names = [name for name, length in sizes.lengths.items() if length > 1]
         others += [_draws_of(twin, _shorter(schema, sizes.lengths[name]))[0] for name in names]
         _clear(twin)
@@ -162,15 +193,17 @@ class DrawSites:
         return True
 
 
-def _are_doubled(batch: Mapping[str, Any], doubled: Mapping[str, Any], rows: int) -> bool:
-    """Return whether all that may have the rows of a batch has them twice: plain tensors, beside numbers and texts."""
-    for name, x in batch.items():
-        if not isinstance(x, Tensor):
-            if x is not None and not isinstance(x, int | float | str):
-                return False
-        elif rows in x.shape and doubled[name].shape == x.shape:
-            return False
-    return rows > 0
+def _are_doubled(x: Any, twice: Any, rows: int) -> bool:
+    """Return whether all of an argument that may have the rows of a batch has them twice."""
+    if isinstance(x, Tensor):
+        return rows not in x.shape or twice.shape != x.shape
+    if isinstance(x, Mapping):
+        return all(_are_doubled(item, twice[key], rows) for key, item in x.items())
+    if isinstance(x, list | tuple):
+        has_tensors = any(isinstance(item, Tensor | Mapping | list | tuple) for item in x)
+        are_items = has_tensors and len(twice) == len(x)
+        return len(twice) == 2 * len(x) or (are_items and all(map(_are_doubled, x, twice, [rows] * len(x))))
+    return x is None or isinstance(x, int | float | str)
 
 
 def _has_tokens(name: str, x: Tensor, rows: int) -> bool:
@@ -180,18 +213,28 @@ def _has_tokens(name: str, x: Tensor, rows: int) -> bool:
 
 def _shorter(schema: BatchSchema, length: int) -> dict[str, Any]:
     """Return the arguments without the last token of the inputs that have so many."""
-    parts = {
-        name: x[:, :-1]
-        for name, x in schema.tensors.items()
-        if _has_tokens(name, x, schema.rows) and x.shape[1] == length
-    }
-    return {**schema.batch, **parts}
+
+    def shorter(name: str, x: Any) -> Any:
+        if isinstance(x, Mapping):
+            return {key: shorter(f"{name}.{key}".lstrip("."), item) for key, item in x.items()}
+        if isinstance(x, list | tuple):
+            return rebuilt(x, [shorter(f"{name}.{i}", item) for i, item in enumerate(x)])
+        is_so_long = name in schema.tensors and _has_tokens(name, x, schema.rows) and x.shape[1] == length
+        return x[:, :-1] if is_so_long else x
+
+    found: dict[str, Any] = shorter("", schema.batch)
+    return found
 
 
-def lines_to(frame: FrameType | None) -> Lines:
-    """Return the lines of the program and its libraries that lead to a draw, without those of torch and Meshwright."""
+def lines_to(frame: FrameType | None, outer: FrameType | None = None) -> Lines:
+    """Return the lines of the program and its libraries that lead to a draw, without those of torch and Meshwright.
+
+    Args:
+        frame: the frame that draws.
+        outer: the frame from which the lines lead to the draw; None for the outermost.
+    """
     found: list[Line] = []
-    while frame is not None and len(found) < _LONGEST:
+    while frame is not None and frame is not outer and len(found) < _LONGEST:
         if _is_seen(frame.f_code):
             found.append((frame.f_code, frame.f_lasti))
         frame = frame.f_back
@@ -250,7 +293,8 @@ def _draws_of(twin: nn.Module, batch: Mapping[str, Any]) -> tuple[_Shapes, str |
 
     def run() -> None:
         try:
-            run_again_without_values(twin, batch, instead="draws='rank'", watch=watch)
+            with apart():
+                run_again_without_values(twin, batch, instead="draws='rank'", watch=watch)
         except PlanError as error:
             failures[0] = str(error.__cause__ or error)
 

@@ -21,7 +21,7 @@ from meshwright.faults.memory_digest import has_values
 from meshwright.parallel.autograd_graph import in_backward
 from meshwright.parallel.batch.items import BatchFormat
 from meshwright.parallel.batch.schema import BatchSchema
-from meshwright.parallel.draws.device_draws import apart
+from meshwright.parallel.draws.kernels import apart
 from meshwright.parallel.losses.replaced_forward import stock_owner
 from meshwright.parallel.method_chain import BatchStep
 from meshwright.parallel.output_loss import loss_of

@@ -25,10 +25,10 @@ from meshwright.parallel.batch.schema import BatchSchema
 from meshwright.parallel.batch.share import enter_pass, taken, without_fillers_targets, yield_next
 from meshwright.parallel.collectives import share
 from meshwright.parallel.draws.device_draws import DeviceDraws
-from meshwright.parallel.dropout_streams import Restore
 from meshwright.parallel.forward.compiled_layers import CompilableLayers
 from meshwright.parallel.forward.padded_rows import PaddedRows
 from meshwright.parallel.forward.refused_arguments import check_arguments
+from meshwright.parallel.forward.running_calls import RunningCall, RunningCalls
 from meshwright.parallel.forward.uneven_batches import UnevenBatches
 from meshwright.parallel.forward.user_hooks import HookedModules
 from meshwright.parallel.forward.writes import ForwardWrites
@@ -103,10 +103,7 @@ class ForwardState:
         self._added = AddedParameters(self.model, is_staged=self.mesh.pp.size > 1)
         self._writes = ForwardWrites(self.model)
         self._padded = PaddedRows(self.dp, self.guard)
-        self._keeps_sharded = self._defers = False
-        self._restore: Restore | None = None
-        self._ends: list[Callable[[], object]] = []  # called at the end of each running call; the outermost first
-        self._outermost: nn.Module | None = None  # the module whose call is running
+        self._calls = RunningCalls()
         yield_next(None)  # what loaders gave before was not for this model
         slices.begin()
         self._signatures: dict[nn.Module, inspect.Signature] = {}
@@ -118,7 +115,11 @@ class ForwardState:
     @property
     def is_running(self) -> bool:
         """Whether a pass is running."""
-        return self._outermost is not None
+        return self._running is not None
+
+    @property
+    def _running(self) -> RunningCall | None:
+        return self._calls.innermost(sys._getframe(1))
 
     def run(self, method: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Run the model's forward as a pass, without the hooks that the program has put around its call."""
@@ -132,19 +133,19 @@ class ForwardState:
 
     def keep_logits_sharded(self) -> bool:
         """Return whether the current pass computes a training loss from sharded logits."""
-        return self._keeps_sharded
+        return (running := self._running) is not None and running.keeps_sharded
 
     def defers_logits(self) -> bool:
         """Return whether the current pass computes a training loss from the head's input."""
-        return self._defers
+        return (running := self._running) is not None and running.defers
 
     def _enter(
         self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> tuple[tuple[object, ...], dict[str, object]] | None:
-        self._ends.append(self.layers.enter_model())
-        if self._outermost not in (None, module):
-            return None  # this call is part of a running pass
-        self._outermost = module
+        call = self._calls.begin(module, sys._getframe(1))
+        call.end = self.layers.enter_model()
+        if not call.is_pass:
+            return None
         if (wrapper := wrapper_of(module)) is not None:
             raise AlreadyDistributedError(
                 f"{wrapper} was put around the model after to_distributed, which distributes it already; leave it out, "
@@ -172,11 +173,11 @@ class ForwardState:
         self.gather()
         self.longest.begin(inputs, is_on=trains or (labels is not None and module is self.model))
         has_loss = module is self.model and module.training and labels is not None
-        self._keeps_sharded = has_loss and self.has_sharded_loss
+        call.keeps_sharded = has_loss and self.has_sharded_loss
         # A whole model that is being traced gets whole logits: dynamo guards on a tensor's strides, and a stand-in has
         # none of its own.
-        self._defers = has_loss and self.has_head_loss and active_backend() is None
-        self._restore = self.draws.enter_model(module, inputs, device, trains=trains)
+        call.defers = has_loss and self.has_head_loss and active_backend() is None
+        call.restore = self.draws.enter_model(module, inputs, device, call.frame, trains=trains)
         if not torch.is_grad_enabled() or self.dp.size == 1:
             return args, kwargs
         factor = self.dp.size if self.has_known_loss and labels is not None else self.mesh.cp.size
@@ -213,7 +214,8 @@ class ForwardState:
             with torch._C.DisableTorchFunctionSubclass():  # read tensor subclasses as plain tensors
                 statement = compared.statement(module, inputs)
             others = (*statements, *self.hooked.statements) if compared.axis.name != "pp" else self._of_stages()
-            guard.meet(place, compared.axis.group, *of_batch, statement, *others)
+            of_draws = self.draws.statements if compared.axis.name == "tp" else ()
+            guard.meet(place, compared.axis.group, *of_batch, statement, *others, *of_draws)
             with torch._C.DisableTorchFunctionSubclass():
                 compared.gather(inputs, guard.step)
         if trains and self.comparison is not None:
@@ -238,21 +240,22 @@ class ForwardState:
         return () if self.comparison is None else (self.comparison.statement(),)
 
     def _leave(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> object:
-        if output is None and module is self._outermost and self.guard is not None:
+        if (call := self._calls.leave(module)) is None:
+            return None
+        if output is None and call.is_pass and self.guard is not None:
             self.guard.end_pass(sys.exc_info()[1])
         try:
-            return self._end(module, args, kwargs, output) if module is self._outermost else None
+            return self._end(call, args, kwargs, output) if call.is_pass else None
         finally:
-            self._ends.pop()()
+            if call.end is not None:
+                call.end()
 
-    def _end(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> object:
-        self._outermost = None
+    def _end(self, call: RunningCall, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> object:
+        module = call.module
         if self._writes.end() and self.comparison is not None:
             self.comparison.wrote = True
-        was_sharded, self._keeps_sharded, self._defers = self._keeps_sharded, False, False
-        if self._restore is not None:
-            self._restore()
-            self._restore = None
+        if call.restore is not None:
+            call.restore()
         if module.training and torch.is_grad_enabled():
             self.hooked.look_at_kept(has_ended=False)
         if self.uneven.is_on and torch.is_grad_enabled():  # a program may train in eval mode, without dropout
@@ -260,7 +263,7 @@ class ForwardState:
             self.uneven.look(arguments(self._signatures[module], args, kwargs), output, known)
         if torch.is_grad_enabled() and active_backend() is None:  # the graph of what is being traced is another one
             keep_until_backward(self, output)
-        return _without_graph(output) if was_sharded else None
+        return _without_graph(output) if call.keeps_sharded else None
 
 
 class EnteredForward(ChainStep):

@@ -177,7 +177,7 @@ class ReplicaComparison:
     def _details(self) -> dict[str, str]:
         found = {}
         if self.draws is not None:
-            found["what draws='device' draws from (the random state, the rows of the last batch)"] = self.draws.moment
+            found["the random streams (the random state, the passes)"] = self.draws.moment
         if self._optimizer is not None:
             found |= {name: f"called {times} times" for name, times in self._counted().items()}
             for index, group in enumerate(self._optimizer.param_groups):
