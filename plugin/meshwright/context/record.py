@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from meshwright.context.attention import AttentionKind
@@ -23,6 +24,7 @@ from meshwright.context.recorded_pass import (
 )
 from meshwright.context.token_wise import is_token_wise
 from meshwright.errors import PlanError
+from meshwright.parallel.fake_passes.remembered import of_decoder
 from meshwright.roles import Decoder
 from meshwright.roles.adapters import is_adapted
 from meshwright.roles.blocks import mixers_of
@@ -57,17 +59,24 @@ class ContextRecord:
     gives_masks: bool
 
 
-def record_context(decoder: Decoder, first: ContextWatcher | None = None) -> ContextRecord:
+def record_context(decoder: Decoder, seen: Callable[[], ContextWatcher | None] | None = None) -> ContextRecord:
     """Run a decoder on fake tensors of two lengths, and return the arguments of its layers and attentions.
 
     Args:
         decoder: the decoder, with or without memory. It is not changed.
-        first: one that has seen the pass of the shorter rows already; None for none.
+        seen: returns one that has seen a pass of the shorter rows also for others; it returns None if this did not
+            work.
 
     Raises:
         PlanError: if tokens meet outside of transformers' attention interface, or a mask does not come from
             transformers' mask functions.
     """
+    mixers = mixers_of(decoder.facts, decoder)
+    return of_decoder(decoder, "context", lambda: _record(decoder, mixers, seen and seen()), *mixers)
+
+
+def _record(decoder: Decoder, mixers: Mapping[str, nn.Module], first: ContextWatcher | None) -> ContextRecord:
+    """Return what two passes show."""
     model, layers = decoder.model, decoder.layers
     if first is None:
         run_pass(first := ContextWatcher(decoder, LENGTHS[0]))
@@ -76,7 +85,6 @@ def record_context(decoder: Decoder, first: ContextWatcher | None = None) -> Con
     output = run_pass(second)
     logits = output.get("logits") if isinstance(output, Mapping) else None
     facts, names = decoder.facts, decoder.facts.names
-    mixers = mixers_of(facts, decoder)
     sites = tuple(_site(one, other) for one, other in zip(first.calls, second.calls, strict=True))
     for site in sites:
         for module in facts.inside(site.module):
@@ -161,8 +169,8 @@ def _site(first: RecordedCall, second: RecordedCall) -> AttentionSite:
         )
     biases = set()
     for option, x in first.site.options.items():
-        if isinstance(x, Tensor):
-            dims = [dim - x.ndim for dim, size in enumerate(x.shape) if size != second.site.options[option].shape[dim]]
+        if isinstance(x, torch.Size):
+            dims = [dim - len(x) for dim, size in enumerate(x) if size != second.site.options[option][dim]]
             if dims == [-2, -1]:
                 biases.add(option)
     is_across = keys != LENGTHS

@@ -16,6 +16,7 @@ from meshwright.context.attention import AttentionKind, attach_attention, detach
 from meshwright.context.layer_arguments import Place, mask_in, tensors_in
 from meshwright.context.masks import ContextMask
 from meshwright.errors import PlanError
+from meshwright.parallel.experts.router_record import OPTION  # passed on to all that runs
 from meshwright.parallel.fake_passes.observe import Watcher, hooked, observe
 from meshwright.parallel.method_chain import arguments
 from meshwright.parallel.region_borders import RegionBorders
@@ -40,7 +41,7 @@ class AttentionSite:
         key_heads: the number of its key heads.
         key_size: the number of channels of a key.
         value_size: the number of channels of a value.
-        options: the keyword arguments that its attention function gets.
+        options: the keyword arguments that its attention function gets, each tensor as its shape.
         shared: for each of these that is a parameter of the module: the parameter's name.
         kind: whose keys it sees, and which options are for pairs of tokens.
     """
@@ -147,7 +148,9 @@ class ContextWatcher(Watcher):
             key_heads=k.shape[1],
             key_size=k.shape[-1],
             value_size=v.shape[-1],
-            options=call.options,
+            options={
+                name: x.shape if isinstance(x, Tensor) else x for name, x in call.options.items() if name != OPTION
+            },
             shared={name: own for name, x in call.options.items() for own, p in parameters if x is p},
         )
         options = {name: x for name, x in call.options.items() if isinstance(x, Tensor)}

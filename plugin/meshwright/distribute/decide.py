@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 
 import torch
 from torch import nn
@@ -149,20 +151,23 @@ def _observed(structure: Decoder | None, plan: ParallelPlan) -> tuple[Cut | None
         PlanError: if the decoder cannot be cut into the plan's stages, tokens meet outside of transformers' attention
             interface, or the plan's method cannot run its attention.
     """
-    order, context = None, None
-    if structure is not None and plan.pp > 1 and plan.cp > 1:
+
+    @functools.cache
+    def both() -> tuple[OrderWatcher, ContextWatcher] | tuple[None, None]:
+        assert structure is not None
         order, context = OrderWatcher(structure, LENGTHS[0]), ContextWatcher(structure, LENGTHS[0])
-        try:
-            order.see(context, labels=(ROWS, LENGTHS[0]), source=SOURCE)
-        except PlanError:
-            order = context = None
-        if context is not None and context.sees_source(SOURCE):
-            order = context = None
+        if plan.pp > 1 and plan.cp > 1:
+            with contextlib.suppress(PlanError):
+                order.see(context, labels=(ROWS, LENGTHS[0]), source=SOURCE)
+                if not context.sees_source(SOURCE):
+                    return order, context
+        return None, None
+
     cut, record = None, None
     if structure is not None and plan.pp > 1:
-        cut = cut_decoder(structure, plan, rank=0, watcher=order)
+        cut = cut_decoder(structure, plan, rank=0, seen=lambda: both()[0])
     if structure is not None and plan.cp > 1:
-        check_method(record := record_context(structure, context), plan)
+        check_method(record := record_context(structure, lambda: both()[1]), plan)
     return cut, record
 
 

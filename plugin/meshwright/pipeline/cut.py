@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -78,14 +78,16 @@ class Cut:
         return frozenset(i for stage in self.own for i in self.spans[stage])
 
 
-def cut_decoder(decoder: Decoder, plan: ParallelPlan, *, rank: int, watcher: OrderWatcher | None = None) -> Cut:
+def cut_decoder(
+    decoder: Decoder, plan: ParallelPlan, *, rank: int, seen: Callable[[], OrderWatcher | None] | None = None
+) -> Cut:
     """Cut a decoder into the virtual stages of a plan, without changing it.
 
     Args:
         decoder: the decoder, with or without memory.
         plan: the plan; its ``pp``, ``schedule``, ``chunks`` and ``stages`` say how to cut.
         rank: this rank's place in the pipeline.
-        watcher: one that has seen a pass of the decoder already; None for none.
+        seen: see ``record_order``.
 
     Raises:
         PlanError: if the decoder cannot be cut, or has fewer layers than the plan has virtual stages.
@@ -94,7 +96,7 @@ def cut_decoder(decoder: Decoder, plan: ParallelPlan, *, rank: int, watcher: Ord
     sizes = _sizes(plan, decoder, count)
     ends = [0, *accumulate(sizes)]
     spans = tuple(range(low, high) for low, high in pairwise(ends))
-    order = record_order(decoder, watcher)
+    order = record_order(decoder, seen)
     _check_crossing(order, plan, [span.start for span in spans[1:]])
     cut = Cut(
         layers=decoder.layers,

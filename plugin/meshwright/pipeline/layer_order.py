@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from meshwright.errors import PlanError
 from meshwright.parallel.experts.router_record import OPTION, RouterRecord, RouterWatcher, forward_with_router_loss
 from meshwright.parallel.fake_passes.observe import Watcher, hooked, observe
+from meshwright.parallel.fake_passes.remembered import of_decoder
 from meshwright.parallel.fake_passes.sources import OUTSIDE
 from meshwright.parallel.method_chain import arguments
 from meshwright.parallel.tensor_parallel.block_boundary import hidden_states
@@ -65,18 +66,18 @@ class LayerOrder:
         return self.hidden_size is not None and not any(self.inputs)
 
 
-def record_order(decoder: Decoder, watcher: OrderWatcher | None = None) -> LayerOrder:
+def record_order(decoder: Decoder, seen: Callable[[], OrderWatcher | None] | None = None) -> LayerOrder:
     """Run a decoder on fake tensors, and return what its forward does around its layers.
 
     Args:
         decoder: the decoder, with or without memory. It is not changed.
-        watcher: one that has seen a pass already; None for none.
+        seen: returns one that has seen a pass also for others; it returns None if this did not work.
 
     Raises:
         PlanError: if the layers cannot be cut into stages: one is at two places, they do not run once each and in
             order, or weights are used between them.
     """
-    model, layers = decoder.model, decoder.layers
+    layers = decoder.layers
     for layer in layers:
         if layers.count(layer) > 1:
             places = [name for name, module in decoder.facts.modules.items() if module is layer]
@@ -84,8 +85,12 @@ def record_order(decoder: Decoder, watcher: OrderWatcher | None = None) -> Layer
                 f"{' and '.join(places)} are one module, and a pipeline runs each layer at one place. Use "
                 f"ParallelPlan(pp=1), or give each place a layer of its own: copy.deepcopy({places[0]})"
             )
-    watcher = watcher or _seen_alone(decoder)
-    output = watcher.output
+    return of_decoder(decoder, "order", lambda: _record((seen and seen()) or _seen_alone(decoder)))
+
+
+def _record(watcher: OrderWatcher) -> LayerOrder:
+    """Return what a pass has shown."""
+    model, output = watcher.decoder.model, watcher.output
     names = {field.name for field in dataclasses.fields(output)} if dataclasses.is_dataclass(output) else set()
     if not isinstance(output, MutableMapping) or not {"loss", "logits"} <= {*output, *names}:
         raise PlanError(
