@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec
 
+from meshwright import facts as _own
 from meshwright.facts import Facts, fact
 from meshwright.roles import Decoder
 
@@ -35,7 +36,11 @@ _CONTAINERS = frozenset((dict, OrderedDict, set, list, tuple))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _MODULES = ("_parameters", "_buffers", "_modules")
 # Where installed code is, and the names of code that Python has made itself.
-_PLACES = (*{sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")}, "<")
+_PLACES = (
+    *{sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")},
+    os.path.dirname(_own.__file__) + os.sep,
+    "<",
+)
 _MOST = 64  # models, of which the last ones are kept
 
 _kept: OrderedDict[Hashable, tuple[object, Any]] = OrderedDict()
@@ -135,8 +140,7 @@ def _likeness(facts: Facts) -> tuple[tuple[object, ...], Hashable] | None:
     kinds = dict.fromkeys(type(module) for module in facts.names)
     if any(kind.__module__.partition(".")[0] not in _LIBRARIES for kind in kinds):
         return None
-    every = nn.modules.module
-    if any(table for name, table in vars(every).items() if name.startswith("_global_") and name.endswith("_hooks")):
+    if any(getattr(nn.modules.module, f"_global{name}") for name in _HOOKS):
         return None
     code = tuple(_code(kinds))
     try:
@@ -164,10 +168,13 @@ def _code(kinds: Iterable[type]) -> Iterator[object]:
                 own.append(sys.modules[name])
     for file in dict.fromkeys((*own, torch.nn.functional)):
         yield file
-        for value in vars(file).values():
-            yield value
+        for name, value in vars(file).items():
+            if not name.startswith("__"):  # such as the registry of warnings
+                yield value
             if file.__name__.startswith("transformers.") and "Interface" in type(value).__name__:
-                yield from (value[name] for name in value)
+                yield from (
+                    x for x in map(value.get, value) if not getattr(x, "__module__", "").startswith("meshwright.")
+                )
 
 
 def _is_of_program(x: object) -> bool:
