@@ -118,7 +118,7 @@ def _check_flex(site: AttentionSite, name: str, plan: ParallelPlan) -> None:
 
 def _unknown(options: dict[str, Any]) -> list[str]:
     """Return the names of the tensors that neither the ring nor a mask knows."""
-    return [name for name, value in options.items() if isinstance(value, Tensor) and name not in _KNOWN]
+    return [name for name, value in options.items() if isinstance(value, torch.Size | Tensor) and name not in _KNOWN]
 
 
 def _try(site: AttentionSite, name: str, plan: ParallelPlan, *, exchanges: bool, is_ring: bool) -> None:
@@ -170,7 +170,7 @@ def _example(site: AttentionSite) -> tuple[AttentionCall, Tensor, Tensor, Tensor
         return torch.randn(shape, generator=generator, device="cpu", dtype=dtype)
 
     options: dict[str, Any] = {
-        name: random(*value.shape) if isinstance(value, Tensor) else value for name, value in site.options.items()
+        name: random(*value) if isinstance(value, torch.Size) else value for name, value in site.options.items()
     }
     options |= {name: random(*options[name].shape[:-2], _LENGTH, _LENGTH) for name in site.kind.biases}
     options |= {name: 0.0 for name in options if "dropout" in name}

@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from meshwright.context.attention import AttentionKind, attach_attention, detach_attention
+from meshwright.context.attention import AttentionKind
 from meshwright.context.layer_arguments import Place
 from meshwright.context.position_bias import lengths_method
-from meshwright.context.recorded_pass import INSTEAD, ROWS, SOURCE, AttentionSite, RecordedCall, RecordedPass, run_pass
+from meshwright.context.recorded_pass import (
+    INSTEAD,
+    ROWS,
+    SOME,
+    AttentionSite,
+    ContextWatcher,
+    CutPass,
+    RecordedCall,
+    run_pass,
+)
 from meshwright.context.token_wise import is_token_wise
 from meshwright.errors import PlanError
-from meshwright.parallel.fake_passes.fake_pass import run_without_values
-from meshwright.parallel.region_borders import RegionBorders
+from meshwright.parallel.fake_passes.remembered import of_decoder
 from meshwright.roles import Decoder
 from meshwright.roles.adapters import is_adapted
 from meshwright.roles.blocks import mixers_of
 from meshwright.roles.projection import is_projection
 
-_LENGTHS = 11, 13  # a size that differs between the two lengths counts tokens
+LENGTHS = 11, 13  # a size that differs between the two lengths counts tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,20 +59,32 @@ class ContextRecord:
     gives_masks: bool
 
 
-def record_context(decoder: Decoder) -> ContextRecord:
+def record_context(decoder: Decoder, seen: Callable[[], ContextWatcher | None] | None = None) -> ContextRecord:
     """Run a decoder on fake tensors of two lengths, and return the arguments of its layers and attentions.
 
     Args:
         decoder: the decoder, with or without memory. It is not changed.
+        seen: returns one that has seen a pass of the shorter rows also for others; it returns None if this did not
+            work.
 
     Raises:
         PlanError: if tokens meet outside of transformers' attention interface, or a mask does not come from
             transformers' mask functions.
     """
+    mixers = mixers_of(decoder.facts, decoder)
+    return of_decoder(decoder, "context", lambda: _record(decoder, mixers, seen and seen()), *mixers)
+
+
+def _record(decoder: Decoder, mixers: Mapping[str, nn.Module], first: ContextWatcher | None) -> ContextRecord:
+    """Return what two passes show."""
     model, layers = decoder.model, decoder.layers
-    first, second = (run_pass(decoder, length) for length in _LENGTHS)
+    if first is None:
+        run_pass(first := ContextWatcher(decoder, LENGTHS[0]))
+    # The second pass also shows whether the head gets the tokens that the final norm has returned.
+    second = CutPass(dataclasses.replace(decoder, layers=tuple(first.ran) or layers), LENGTHS[1])
+    output = run_pass(second)
+    logits = output.get("logits") if isinstance(output, Mapping) else None
     facts, names = decoder.facts, decoder.facts.names
-    mixers = mixers_of(facts, decoder)
     sites = tuple(_site(one, other) for one, other in zip(first.calls, second.calls, strict=True))
     for site in sites:
         for module in facts.inside(site.module):
@@ -79,10 +99,10 @@ def record_context(decoder: Decoder) -> ContextRecord:
         if layer not in first.given:
             raise PlanError(f"{names[layer]} of {type(model).__name__} does not run in a forward pass. Use {INSTEAD}")
         inside = set(facts.inside(layer))
-        if layer in first.sources.scans and inside.isdisjoint(mixers.values()):
+        if layer in first.scans and inside.isdisjoint(mixers.values()):
             raise PlanError(
                 f"{names[layer]} of {type(model).__name__} counts along the tokens of a row "
-                f"({first.sources.scans[layer]}), as a router with a limit of tokens for each expert does, so what it "
+                f"({first.scans[layer]}), as a router with a limit of tokens for each expert does, so what it "
                 f"computes of a token depends on those of other ranks. Use {INSTEAD}"
             )
         token_dims[layer] = _token_dims(first, second, layer, f"{names[layer]} of {type(model).__name__}")
@@ -101,12 +121,13 @@ def record_context(decoder: Decoder) -> ContextRecord:
         arguments={layer: frozenset(given) for layer, given in first.given.items()},
         of_layers=frozenset(first.of_layers),
         sites=sites,
-        reshapes=_reshapes(dataclasses.replace(decoder, layers=tuple(first.ran))),
+        # What else a model of one's own returns shows nothing of the tokens that it is computed from.
+        reshapes=not isinstance(logits, Tensor) or logits.shape[1] != SOME,
         gives_masks=first.gives_masks,
     )
 
 
-def _token_dims(first: RecordedPass, second: RecordedPass, layer: nn.Module, name: str) -> dict[Place, int]:
+def _token_dims(first: ContextWatcher, second: ContextWatcher, layer: nn.Module, name: str) -> dict[Place, int]:
     """Return the dim of the tokens for each argument of a layer that is to be cut, from passes of two lengths.
 
     What an earlier layer has returned has this rank's tokens already. A bias for pairs of tokens stays whole.
@@ -140,19 +161,19 @@ def _site(first: RecordedCall, second: RecordedCall) -> AttentionSite:
     """
     name = type(first.site.module).__name__
     queries, keys = (first.queries, second.queries), (first.keys, second.keys)
-    if queries != _LENGTHS or (keys != _LENGTHS and keys[0] != keys[1]):
+    if queries != LENGTHS or (keys != LENGTHS and keys[0] != keys[1]):
         raise PlanError(
-            f"{name} attends with {queries[0]} queries to {keys[0]} keys in a row of {_LENGTHS[0]} tokens. Under "
+            f"{name} attends with {queries[0]} queries to {keys[0]} keys in a row of {LENGTHS[0]} tokens. Under "
             "ParallelPlan.cp > 1 an attention has a query for each token, and the keys of all tokens or those of an "
             f"encoder alone. Use {INSTEAD}"
         )
     biases = set()
     for option, x in first.site.options.items():
-        if isinstance(x, Tensor):
-            dims = [dim - x.ndim for dim, size in enumerate(x.shape) if size != second.site.options[option].shape[dim]]
+        if isinstance(x, torch.Size):
+            dims = [dim - len(x) for dim, size in enumerate(x) if size != second.site.options[option][dim]]
             if dims == [-2, -1]:
                 biases.add(option)
-    is_across = keys != _LENGTHS
+    is_across = keys != LENGTHS
     if biases - first.given_biases and not is_across and lengths_method(first.site.module) is None:
         raise PlanError(
             f"{name} makes {', '.join(sorted(biases))} for pairs of tokens, by no method with the arguments "
@@ -160,29 +181,3 @@ def _site(first: RecordedCall, second: RecordedCall) -> AttentionSite:
         )
     kind = AttentionKind(is_across=is_across, biases=frozenset() if is_across else frozenset(biases))
     return dataclasses.replace(first.site, kind=kind)
-
-
-def _reshapes(decoder: Decoder) -> bool:
-    """Return whether a decoder needs all tokens of the row after its final norm."""
-    some = 5
-    borders = RegionBorders(decoder)
-    borders.begin()
-
-    def cut(module: nn.Module, args: tuple[Any, ...], output: Tensor | tuple[Any, ...]) -> Any:
-        if not borders.has_ended():
-            return output
-        return output[:, :some] if isinstance(output, Tensor) else (output[0][:, :some], *output[1:])
-
-    handle = borders.last.register_forward_hook(cut)
-    attach_attention(decoder, RecordedPass(decoder, _LENGTHS[0]))
-    try:
-        output = run_without_values(decoder.facts, rows=ROWS, length=_LENGTHS[0], source=SOURCE, instead=INSTEAD)
-        logits = output.get("logits") if isinstance(output, Mapping) else None
-        # What else a model of one's own returns shows nothing of the tokens that it is computed from.
-        return not isinstance(logits, Tensor) or logits.shape[1] != some
-    except PlanError:
-        return True
-    finally:
-        detach_attention(decoder.model)
-        handle.remove()
-        borders.remove()

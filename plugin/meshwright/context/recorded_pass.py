@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
 from meshwright.context.attend import AttentionCall
 from meshwright.context.attention import AttentionKind, attach_attention, detach_attention
 from meshwright.context.layer_arguments import Place, mask_in, tensors_in
 from meshwright.context.masks import ContextMask
 from meshwright.errors import PlanError
-from meshwright.parallel.fake_passes.fake_pass import run_without_values
-from meshwright.parallel.fake_passes.sources import Sources
+from meshwright.parallel.experts.router_record import OPTION  # passed on to all that runs
+from meshwright.parallel.fake_passes.observe import Watcher, hooked, observe
 from meshwright.parallel.method_chain import arguments
 from meshwright.parallel.region_borders import RegionBorders
 from meshwright.parallel.tensor_parallel.block_boundary import hidden_states
@@ -27,6 +27,7 @@ from meshwright.roles.decoder import owner_of_layers
 ROWS = 2
 SOURCE = 7  # the number of tokens of an encoder, which is that of no other size
 INSTEAD = "ParallelPlan(cp=1)"
+SOME = 5  # tokens that a cut leaves of a row
 _SCANS = ("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin")
 
 
@@ -40,7 +41,7 @@ class AttentionSite:
         key_heads: the number of its key heads.
         key_size: the number of channels of a key.
         value_size: the number of channels of a value.
-        options: the keyword arguments that its attention function gets.
+        options: the keyword arguments that its attention function gets, each tensor as its shape.
         shared: for each of these that is a parameter of the module: the parameter's name.
         kind: whose keys it sees, and which options are for pairs of tokens.
     """
@@ -72,8 +73,8 @@ class RecordedCall:
     given_biases: frozenset[str]
 
 
-class RecordedPass:
-    """Stands in place of the ContextAttention in a fake pass.
+class ContextWatcher(Watcher):
+    """Sees what layers and attentions are given, standing in place of the ContextAttention.
 
     Args:
         decoder: the decoder.
@@ -85,42 +86,49 @@ class RecordedPass:
         calls: the first call of each attention.
         of_layers: the names of what the module around the layers is given that reaches layers as an argument alone.
         gives_masks: whether each layer is given the mask that its attention uses.
+        scans: for each layer that counts or sums along the tokens, the operation.
     """
 
     def __init__(self, decoder: Decoder, length: int):
-        self.length, self.sources = length, _Scans(length)
+        self.decoder, self.length = decoder, length
+        self._sizes = (length, ROWS * length)
         self._layers = dict.fromkeys(decoder.layers)
-        self._owner = owner_of_layers(decoder)
-        self._last = RegionBorders(decoder).last
-        self._begin()
+        self._last = decoder.final_norm or decoder.layers[-1]
 
-    def _begin(self, *_: object) -> None:
-        """Forget a pass that has failed."""
+    def begin(self) -> None:
+        """See Watcher."""
         self.ran: list[nn.Module] = []
         self.given: dict[nn.Module, dict[Place, Tensor]] = {}
         self.calls: list[RecordedCall] = []
         self.of_layers: set[str] = set()
-        self.gives_masks, self.has_ended = True, False
+        self.scans: dict[nn.Module, str] = {}
+        self.gives_masks, self._has_ended = True, False
         self.hidden: Tensor | None = None  # of the first layer
+        self._running: nn.Module | None = None  # the layer
         self._mask: ContextMask | None = None  # the mask that the current layer is given
-        self._names: list[str] = []  # of what the module around the layers is given
         self._handed: list[Tensor] = []  # what layers have returned
         self._biases: list[Tensor] = []  # options of attentions
-        self.sources.begin()
+        self.sources.listeners.append(self._listen)
+
+    def has_ended(self) -> bool:
+        """See Watcher."""
+        return self._has_ended
 
     @contextlib.contextmanager
-    def watching(self, model: nn.Module) -> Iterator[None]:
-        handles = [model.register_forward_pre_hook(self._begin)]
-        handles.append(self._owner.register_forward_pre_hook(self._enter_owner, with_kwargs=True))
+    def watching(self) -> Iterator[None]:
+        """See Watcher."""
+        owner = owner_of_layers(self.decoder)
+        handles = [owner.register_forward_pre_hook(self._enter_owner, with_kwargs=True)]
         for layer in self._layers:
             handles.append(layer.register_forward_pre_hook(self._enter, with_kwargs=True))
             handles.append(layer.register_forward_hook(self._leave))
         handles.append(self._last.register_forward_hook(self._end))
+        attach_attention(self.decoder, self)
         try:
-            yield
+            with hooked(handles):
+                yield
         finally:
-            for handle in handles:
-                handle.remove()
+            detach_attention(self.decoder.model)
 
     def is_across(self, kind: AttentionKind, q: Tensor, k: Tensor) -> bool:
         return q.shape[2] != k.shape[2]
@@ -140,7 +148,9 @@ class RecordedPass:
             key_heads=k.shape[1],
             key_size=k.shape[-1],
             value_size=v.shape[-1],
-            options=call.options,
+            options={
+                name: x.shape if isinstance(x, Tensor) else x for name, x in call.options.items() if name != OPTION
+            },
             shared={name: own for name, x in call.options.items() for own, p in parameters if x is p},
         )
         options = {name: x for name, x in call.options.items() if isinstance(x, Tensor)}
@@ -150,6 +160,13 @@ class RecordedPass:
         if all(other.site.module is not call.module for other in self.calls):  # layers may share an attention
             self.calls.append(RecordedCall(site, q.shape[2], k.shape[2], given))
         return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[-1])
+
+    def sees_source(self, source: int) -> bool:
+        """Return whether all attentions have had the tokens of an encoder alone.
+
+        The forward has decoder_input_ids for other decoders than this one then, as that of BLIP-2 has.
+        """
+        return bool(self.calls) and all(call.queries == source for call in self.calls)
 
     def is_handed(self, x: Tensor) -> bool:
         """Return whether an earlier layer has returned a tensor."""
@@ -163,69 +180,38 @@ class RecordedPass:
         given = arguments(inspect.signature(owner.forward), args, kwargs)
         for name, value in given.items():
             if any(x.is_floating_point() for _, x in tensors_in(value)):
-                self._names.append(name)
                 for _, x in tensors_in(value):
-                    self.sources.set(x, [len(self._names) - 1])
+                    self.sources.add(x, name)
 
     def _enter(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hidden, _ = hidden_states(args, kwargs)
         if not self.ran:
             self.hidden = hidden
         self.ran.append(layer)
-        self.sources.layer = layer
+        self._running = layer
         given = dict(tensors_in((args, kwargs)))
         self.given.setdefault(layer, given)  # a layer that runs again gets other tensors in the same places
         self._mask = mask_in(args, kwargs)
-        beside = [x for x in given.values() if x is not hidden]
-        self.of_layers |= {self._names[number] for x in beside for number in self.sources.of(x)}
+        for x in given.values():
+            if x is not hidden:
+                self.of_layers |= self.sources.names(x)
         if hidden is self.hidden:  # computed before the layers, for the whole row
-            self.of_layers |= {self._names[number] for number in self.sources.of(hidden)}
+            self.of_layers |= self.sources.names(hidden)
         else:
-            self.of_layers -= {self._names[number] for number in self.sources.of(hidden)}
+            self.of_layers -= self.sources.names(hidden)
 
-    def _leave(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """Return the result in tensors that are those of this layer alone."""
-        self.sources.layer = None
-        leaves, spec = tree_flatten(output)
-        leaves = [x.clone() if isinstance(x, Tensor) else x for x in leaves]
-        own = [x for x in leaves if isinstance(x, Tensor)]
-        self._handed += own
-        for x in own:
-            self.sources.set(x, [])
-        return tree_unflatten(leaves, spec)
+    def _leave(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._running = None
+        self._handed += [x for x in tree_leaves(output) if isinstance(x, Tensor)]
 
     def _end(self, module: nn.Module, *_: object) -> None:
-        self.has_ended = self.given.keys() == self._layers.keys()
+        self._has_ended = self.given.keys() == self._layers.keys()
 
-
-class _Scans(Sources):
-    """Knows the sources of tensors, and the layers that count or sum along the tokens.
-
-    Args:
-        length: the number of tokens of a row.
-
-    Attributes:
-        layer: the layer that runs.
-        scans: for each layer that does so, the operation.
-    """
-
-    def __init__(self, length: int) -> None:
-        super().__init__()
-        self._sizes = (length, ROWS * length)
-        self.begin()
-
-    def begin(self) -> None:
-        """Forget the layers of a pass that has failed."""
-        self.layer: nn.Module | None = None
-        self.scans: dict[nn.Module, str] = {}
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        name = func._schema.name.rpartition("::")[2]
-        if self.layer is not None and name in _SCANS and args[0].ndim and args[0].shape[args[1]] in self._sizes:
-            self.scans[self.layer] = name
-        return super().__torch_dispatch__(func, types, args, kwargs)
+    def _listen(self, func: Any, args: tuple[Any, ...]) -> None:
+        if self._running is None or (name := func._schema.name.rpartition("::")[2]) not in _SCANS:
+            return
+        if args[0].ndim and args[0].shape[args[1]] in self._sizes:
+            self.scans[self._running] = name
 
 
 def _is_among(x: Tensor, others: Iterable[Tensor]) -> bool:
@@ -233,40 +219,53 @@ def _is_among(x: Tensor, others: Iterable[Tensor]) -> bool:
     return any(x.untyped_storage()._cdata == other.untyped_storage()._cdata for other in others)
 
 
-def run_pass(decoder: Decoder, length: int, source: int | None = SOURCE) -> RecordedPass:
-    """Run a decoder on rows of some tokens without values, and return what was seen.
+class CutPass(ContextWatcher):
+    """Sees a pass in which the result of the final norm has fewer tokens than the row.
 
     Args:
-        decoder: the decoder.
+        decoder: the decoder, whose layers are those that run, in this order.
         length: the number of tokens of a row.
+    """
+
+    def begin(self) -> None:
+        """See Watcher."""
+        super().begin()
+        self._borders.begin()
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """See Watcher."""
+        self._borders = RegionBorders(self.decoder)
+        with super().watching(), hooked([self._last.register_forward_hook(self._cut)]):
+            try:
+                yield
+            finally:
+                self._borders.remove()
+
+    def _cut(self, module: nn.Module, args: tuple[Any, ...], output: Tensor | tuple[Any, ...]) -> Any:
+        if not self._borders.has_ended():
+            return output
+        return output[:, :SOME] if isinstance(output, Tensor) else (output[0][:, :SOME], *output[1:])
+
+
+def run_pass(watcher: ContextWatcher, source: int | None = SOURCE) -> Any:
+    """Run a decoder on rows of some tokens without values, and return its output.
+
+    Args:
+        watcher: what is to see the pass.
         source: the number of tokens of an encoder; None for none.
 
     Raises:
         PlanError: if the decoder cannot run without values, or uses its masks outside of transformers' interface.
     """
-    found, model = RecordedPass(decoder, length), decoder.model
-    attach_attention(decoder, found)
+    decoder = watcher.decoder
     try:
-        with found.watching(model):
-            run_without_values(
-                decoder.facts,
-                rows=ROWS,
-                length=length,
-                source=source,
-                instead=INSTEAD,
-                watch=found.sources,
-                is_done=lambda: found.has_ended,
-            )
+        output = observe(decoder, [watcher], rows=ROWS, length=watcher.length, source=source, instead=INSTEAD)
     except PlanError as error:
         if ContextMask.__name__ not in str(error.__cause__):
             raise
         raise PlanError(
-            f"{type(model).__name__} has an attention of its own, which uses its mask outside of transformers' "
+            f"{type(decoder.model).__name__} has an attention of its own, which uses its mask outside of transformers' "
             f"attention interface ({error.__cause__}), so it would not reach the tokens of other ranks. Use {INSTEAD}"
         ) from error
-    finally:
-        detach_attention(model)
-    if source is not None and found.calls and all(call.queries == source for call in found.calls):
-        # The forward has decoder_input_ids for other decoders than this one, as that of BLIP-2 has.
-        return run_pass(decoder, length, source=None)
-    return found
+    return run_pass(watcher, source=None) if source is not None and watcher.sees_source(source) else output

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from meshwright.context.check_method import check_method
-from meshwright.context.record import ContextRecord, record_context
+from meshwright.context.record import LENGTHS, ContextRecord, record_context
+from meshwright.context.recorded_pass import ROWS, SOURCE, ContextWatcher
 from meshwright.context.token_wise import check_token_wise
 from meshwright.distribute.check_arguments import check_plan, explained
 from meshwright.distribute.check_float8 import check_float8
@@ -29,6 +32,7 @@ from meshwright.parallel.losses.head_losses import LossKind, find_loss
 from meshwright.parallel.tensor_parallel.shared_tower import shares_towers
 from meshwright.parallel.tensor_parallel.structure import DecoderStructure, describe, outline
 from meshwright.pipeline.cut import Cut, cut_decoder
+from meshwright.pipeline.layer_order import OrderWatcher
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.roles import Decoder, ShardingPlan, plan_for
 from meshwright.roles.adapters import check_methods, decoder_of
@@ -137,31 +141,34 @@ def _check_layers(found: Decoder, plan: ParallelPlan) -> None:
         )
 
 
-def cut_of(structure: Decoder | None, plan: ParallelPlan) -> Cut | None:
-    """Return how the plan's pipeline cuts a decoder, for the first rank of pp; None without a pipeline.
+def _observed(structure: Decoder | None, plan: ParallelPlan) -> tuple[Cut | None, ContextRecord | None]:
+    """Return how a pipeline cuts a decoder, for the first rank of pp, and what context parallelism must know of it.
+
+    Both are seen in the same passes without values, one for each length. Where one of them sees nothing, each has its
+    own.
 
     Raises:
-        PlanError: if the decoder cannot be cut into the plan's stages.
+        PlanError: if the decoder cannot be cut into the plan's stages, tokens meet outside of transformers' attention
+            interface, or the plan's method cannot run its attention.
     """
-    if plan.pp == 1:
-        return None
-    assert structure is not None
-    return cut_decoder(structure, plan, rank=0)
 
+    @functools.cache
+    def both() -> tuple[OrderWatcher, ContextWatcher] | tuple[None, None]:
+        assert structure is not None
+        order, context = OrderWatcher(structure, LENGTHS[0]), ContextWatcher(structure, LENGTHS[0])
+        if plan.pp > 1 and plan.cp > 1:
+            with contextlib.suppress(PlanError):
+                order.see(context, labels=(ROWS, LENGTHS[0]), source=SOURCE)
+                if not context.sees_source(SOURCE):
+                    return order, context
+        return None, None
 
-def context_of(structure: Decoder | None, plan: ParallelPlan) -> ContextRecord | None:
-    """Return what context parallelism needs to know of a decoder; None without context parallelism.
-
-    Raises:
-        PlanError: if tokens meet outside of transformers' attention interface, or the plan's method cannot run its
-            attention.
-    """
-    if plan.cp == 1:
-        return None
-    assert structure is not None
-    record = record_context(structure)
-    check_method(record, plan)
-    return record
+    cut, record = None, None
+    if structure is not None and plan.pp > 1:
+        cut = cut_decoder(structure, plan, rank=0, seen=lambda: both()[0])
+    if structure is not None and plan.cp > 1:
+        check_method(record := record_context(structure, lambda: both()[1]), plan)
+    return cut, record
 
 
 def cut(
@@ -186,6 +193,7 @@ def cut(
     """
     of_decoder = decoder_of(facts)
     structure = structure_of(of_decoder, plan, config, roles)
+    stages, context = _observed(structure, plan)
     return Decision(
         facts=facts,
         plan=plan,
@@ -193,8 +201,8 @@ def cut(
         loss=loss,
         structure=structure,
         mixers=mixers_of(of_decoder, structure),
-        cut=cut_of(structure, plan),
-        context=context_of(structure, plan),
+        cut=stages,
+        context=context,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from meshwright.errors import PlanError
 from meshwright.layout.tensor_layout import TensorLayout
-from meshwright.pipeline.layer_order import LayerOrder, record_order
+from meshwright.pipeline.layer_order import LayerOrder, OrderWatcher, record_order
 from meshwright.plan.config import ParallelPlan
 from meshwright.plan.partition import check_stages, even_stages
 from meshwright.plan.schedule import rank_of_stage, stages_of_rank
@@ -78,13 +78,16 @@ class Cut:
         return frozenset(i for stage in self.own for i in self.spans[stage])
 
 
-def cut_decoder(decoder: Decoder, plan: ParallelPlan, *, rank: int) -> Cut:
+def cut_decoder(
+    decoder: Decoder, plan: ParallelPlan, *, rank: int, seen: Callable[[], OrderWatcher | None] | None = None
+) -> Cut:
     """Cut a decoder into the virtual stages of a plan, without changing it.
 
     Args:
         decoder: the decoder, with or without memory.
         plan: the plan; its ``pp``, ``schedule``, ``chunks`` and ``stages`` say how to cut.
         rank: this rank's place in the pipeline.
+        seen: see ``record_order``.
 
     Raises:
         PlanError: if the decoder cannot be cut, or has fewer layers than the plan has virtual stages.
@@ -93,7 +96,7 @@ def cut_decoder(decoder: Decoder, plan: ParallelPlan, *, rank: int) -> Cut:
     sizes = _sizes(plan, decoder, count)
     ends = [0, *accumulate(sizes)]
     spans = tuple(range(low, high) for low, high in pairwise(ends))
-    order = record_order(decoder)
+    order = record_order(decoder, seen)
     _check_crossing(order, plan, [span.start for span in spans[1:]])
     cut = Cut(
         layers=decoder.layers,

@@ -136,7 +136,7 @@ class InputRecorder:
                 "requires a gradient. A pipeline hands tensors from stage to stage. Use ParallelPlan(pp=1)"
             )
         named = [(name, place, x) for name, value in given.items() for place, x in _tensors(value)]
-        found = [item for item in named if self._sources.of(item[2]) and item[2] is not hidden]
+        found = [item for item in named if self._sources.layers(item[2]) and item[2] is not hidden]
         self.hidden.append(self._input(HIDDEN, None, hidden))
         self.inputs.append(tuple(self._input(*item) for item in found))
         if self._spec is not None:
@@ -147,18 +147,13 @@ class InputRecorder:
                 values[first] = HIDDEN
             self.returned.append(Returned(spec=self._spec, values=tuple(values)))
 
-    def leave(self, index: int, output: Any) -> Any:
-        """Take what a layer returns, and return it in tensors whose source is this layer alone."""
-        leaves, self._spec = tree_flatten(output)
-        self._leaves = [x.clone() if isinstance(x, Tensor) and self._sources.of(x) else x for x in leaves]
-        for old, new in zip(leaves, self._leaves, strict=True):
-            if new is not old:
-                self._sources.set(new, [index])
-        return tree_unflatten(self._leaves, self._spec)
+    def leave(self, output: Any) -> None:
+        """Take what a layer returns."""
+        self._leaves, self._spec = tree_flatten(output)
 
     def _input(self, name: str, place: int | None, x: Tensor) -> LayerInput:
         self._kept.append(x)
-        number, layers = self._numbers.setdefault(id(x), len(self._numbers)), self._sources.of(x) or {OUTSIDE}
+        number, layers = self._numbers.setdefault(id(x), len(self._numbers)), self._sources.layers(x) or {OUTSIDE}
         return LayerInput(name=name, place=place, tensor=number, source=max(layers), earliest=min(layers))
 
 

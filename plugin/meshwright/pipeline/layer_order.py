@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, MutableMapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +19,10 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.hooks import RemovableHandle
 
 from meshwright.errors import PlanError
-from meshwright.parallel.experts.router_record import OPTION, RouterRecord, forward_with_router_loss, record_routers
-from meshwright.parallel.fake_passes.fake_pass import run_without_values
-from meshwright.parallel.fake_passes.sources import OUTSIDE, Sources
+from meshwright.parallel.experts.router_record import OPTION, RouterRecord, RouterWatcher, forward_with_router_loss
+from meshwright.parallel.fake_passes.observe import Watcher, hooked, observe
+from meshwright.parallel.fake_passes.remembered import of_decoder
+from meshwright.parallel.fake_passes.sources import OUTSIDE
 from meshwright.parallel.method_chain import arguments
 from meshwright.parallel.tensor_parallel.block_boundary import hidden_states
 from meshwright.pipeline.layer_inputs import HIDDEN, InputRecorder, LayerInput, Returned
@@ -64,17 +66,18 @@ class LayerOrder:
         return self.hidden_size is not None and not any(self.inputs)
 
 
-def record_order(decoder: Decoder) -> LayerOrder:
+def record_order(decoder: Decoder, seen: Callable[[], OrderWatcher | None] | None = None) -> LayerOrder:
     """Run a decoder on fake tensors, and return what its forward does around its layers.
 
     Args:
         decoder: the decoder, with or without memory. It is not changed.
+        seen: returns one that has seen a pass also for others; it returns None if this did not work.
 
     Raises:
         PlanError: if the layers cannot be cut into stages: one is at two places, they do not run once each and in
             order, or weights are used between them.
     """
-    model, layers = decoder.model, decoder.layers
+    layers = decoder.layers
     for layer in layers:
         if layers.count(layer) > 1:
             places = [name for name, module in decoder.facts.modules.items() if module is layer]
@@ -82,54 +85,83 @@ def record_order(decoder: Decoder) -> LayerOrder:
                 f"{' and '.join(places)} are one module, and a pipeline runs each layer at one place. Use "
                 f"ParallelPlan(pp=1), or give each place a layer of its own: copy.deepcopy({places[0]})"
             )
-    recorder, output = _recorded(decoder)
+    return of_decoder(decoder, "order", lambda: _record((seen and seen()) or _seen_alone(decoder)))
+
+
+def _record(watcher: OrderWatcher) -> LayerOrder:
+    """Return what a pass has shown."""
+    model, output = watcher.decoder.model, watcher.output
     names = {field.name for field in dataclasses.fields(output)} if dataclasses.is_dataclass(output) else set()
     if not isinstance(output, MutableMapping) or not {"loss", "logits"} <= {*output, *names}:
         raise PlanError(
             f"{type(model).__name__} returns a {type(output).__name__}, and under ParallelPlan.pp > 1 a model must "
             "return an output with loss and logits, as transformers' models do. Use pp=1"
         )
-    order = recorder.order(type(output), record_routers(model))
-    recorder.check_result(output)
+    order = watcher.order()
+    watcher.check_result()
     return order
 
 
-def _recorded(decoder: Decoder) -> tuple[_Recorder, Any]:
-    """Return the record of a fake pass, and its output. The labels are of tokens, of rows, or left out."""
-    first: PlanError | None = None
-    # What the stages have of the load-balancing loss crosses as numbers of its own.
-    options = {} if forward_with_router_loss(decoder.model) is None else {OPTION: False}
+def _seen_alone(decoder: Decoder) -> OrderWatcher:
+    """Return a watcher that has seen a pass. The labels are of tokens, of rows, or left out."""
+    watcher, first = OrderWatcher(decoder, _LENGTH), None
+    with contextlib.suppress(PlanError):
+        return watcher.see(labels=(_ROWS, _LENGTH))
+    if watcher.routers is not None:
+        # What the stages have of the load-balancing loss crosses as numbers of its own. A model that does not run with
+        # this loss is refused it later.
+        watcher.routers = None
     for labels in ((_ROWS, _LENGTH), (_ROWS,), None):
-        recorder = _Recorder(decoder)
         try:
-            with recorder.watching():
-                return recorder, run_without_values(
-                    decoder.facts,
-                    rows=_ROWS,
-                    length=_LENGTH,
-                    labels=labels,
-                    instead="ParallelPlan(pp=1)",
-                    options=options,
-                    watch=recorder.sources,
-                )
+            return watcher.see(labels=labels)
         except PlanError as error:
             first = first or error
     assert first is not None
     raise first
 
 
-class _Recorder:
-    """Hooks that record the order in which layers and other modules with weights run."""
+class OrderWatcher(Watcher):
+    """Sees the order in which layers and other modules with weights run.
 
-    def __init__(self, decoder: Decoder):
-        self.decoder, self.facts, self.layers = decoder, decoder.facts, decoder.layers
+    Args:
+        decoder: the decoder.
+        length: the number of tokens of a row.
+
+    Attributes:
+        output: what the forward has returned.
+        routers: sees the routers of the load-balancing loss; None if there is no such loss, or it is left out.
+    """
+
+    def __init__(self, decoder: Decoder, length: int):
+        self.decoder, self.facts, self.layers, self.length = decoder, decoder.facts, decoder.layers, length
         self._index = {layer: i for i, layer in enumerate(self.layers)}
         stacks = stacks_of(self.facts).keys() & {m for tower in decoder.towers for m in self.facts.inside(tower)}
         self._of_towers = {layer for stack in stacks for layer in stack.children()} - set(self.layers)
-        self.sources = Sources()
+        self._has_router_loss = forward_with_router_loss(decoder.model) is not None
+        self.routers = RouterWatcher(self.facts) if self._has_router_loss else None
+        self.output: Any = None
 
-    def _begin(self, *_: object) -> None:
-        """Forget a pass that has failed."""
+    def see(self, *others: Watcher, labels: tuple[int, ...] | None, source: int | None = None) -> OrderWatcher:
+        """Run the decoder, also for other watchers, and return this object.
+
+        Raises:
+            PlanError: if the decoder cannot be run in this way.
+        """
+        own = (self,) if self.routers is None else (self, self.routers)
+        self.output = observe(
+            self.decoder,
+            (*own, *others),
+            rows=_ROWS,
+            length=self.length,
+            labels=labels,
+            instead="ParallelPlan(pp=1)",
+            options={OPTION: self.routers is not None} if self._has_router_loss else None,
+            source=source,
+        )
+        return self
+
+    def begin(self) -> None:
+        """See Watcher."""
         self._events: list[int | str] = []
         self._inputs = InputRecorder(self.sources)
         self._shapes: set[tuple[int, ...]] = set()
@@ -139,28 +171,23 @@ class _Recorder:
             self.sources.set(parameter, [OUTSIDE])
         self._is_inside = False  # a layer runs
 
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        handles: list[RemovableHandle] = [self.facts.model.register_forward_pre_hook(self._begin)]
+    def watching(self) -> AbstractContextManager[object]:
+        """See Watcher."""
         owner = owner_of_layers(self.decoder)
-        handles.append(owner.register_forward_pre_hook(self._enter_owner, with_kwargs=True))
+        handles: list[RemovableHandle] = [owner.register_forward_pre_hook(self._enter_owner, with_kwargs=True)]
         for layer in self._of_towers:
             handles.append(layer.register_forward_hook(self._leave_tower_layer, with_kwargs=True))
         for layer in self.layers:
             handles.append(layer.register_forward_pre_hook(self._enter_layer, with_kwargs=True))
             handles.append(layer.register_forward_hook(self._leave_layer))
         for module in self.facts.names:
-            if module not in self._index and next(module.parameters(recurse=False), None) is not None:
+            if module not in self._index and any(p is not None for p in module._parameters.values()):
                 handles.append(module.register_forward_pre_hook(self._enter_other))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        return hooked(handles)
 
     def _enter_owner(self, owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = arguments(inspect.signature(owner.forward), args, kwargs)
-        self._given = {name for name, x in given.items() if isinstance(x, Tensor) and self.sources.of(x)}
+        self._given = {name for name, x in given.items() if isinstance(x, Tensor) and self.sources.layers(x)}
 
     def _enter_layer(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._is_inside = True
@@ -169,12 +196,12 @@ class _Recorder:
         self._shapes.add(tuple(x.shape))
         self._events.append(self._index[layer])
 
-    def _leave_layer(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def _leave_layer(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self._is_inside = False
         if layer is self.layers[-1]:
-            for parameter in self.facts.model.parameters():  # the last stage has the weights that are used from now on
+            for parameter in self.facts.parameters.values():  # the last stage has the weights that are used from now on
                 self.sources.set(parameter, [])
-        return self._inputs.leave(self._index[layer], output)
+        self._inputs.leave(output)
 
     def _leave_tower_layer(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         x, _ = hidden_states(args, kwargs)
@@ -186,19 +213,19 @@ class _Recorder:
         if not self._is_inside:
             self._events.append(self.facts.names[module])
 
-    def check_result(self, output: Any) -> None:
+    def check_result(self) -> None:
         """Raise if the model computes its loss from more than the result of the last layer."""
         last = len(self.layers) - 1
-        result = next((x for name in ("loss", "logits") if isinstance(x := output.get(name), Tensor)), None)
-        if result is not None and (others := self.sources.of(result) - {last}):
+        result = next((x for name in ("loss", "logits") if isinstance(x := self.output.get(name), Tensor)), None)
+        if result is not None and (others := self.sources.layers(result) - {last}):
             what = "what it computes before them" if min(others) < 0 else f"the result of layer {min(others)}"
             raise PlanError(
                 f"{type(self.facts.model).__name__} computes its loss from the result of its last layer and from "
                 f"{what}, which the last stage of a pipeline does not have. Use ParallelPlan(pp=1)"
             )
 
-    def order(self, output_kind: type, routers: RouterRecord | None) -> LayerOrder:
-        """Return what was recorded of a pass that returned an output of this class, and of the model's routers.
+    def order(self) -> LayerOrder:
+        """Return what was seen of a pass.
 
         Raises:
             PlanError: if the layers did not run once each and in order, or weights were used between them.
@@ -227,11 +254,11 @@ class _Recorder:
             given=frozenset(self._given),
             passing=self._passing,
             hidden_size=self._hidden_size(),
-            output_kind=output_kind,
-            routers=routers,
+            output_kind=type(self.output),
+            routers=None if self.routers is None else self.routers.record(self.output),
         )
 
     def _hidden_size(self) -> int | None:
         shapes = set(self._shapes)
         shape = shapes.pop()
-        return shape[-1] if not shapes and shape[:-1] == (_ROWS, _LENGTH) else None
+        return shape[-1] if not shapes and shape[:-1] == (_ROWS, self.length) else None

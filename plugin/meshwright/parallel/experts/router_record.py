@@ -1,19 +1,20 @@
-"""Finds the routers from which a model's forward computes its load-balancing loss, in a pass on fake tensors."""
+"""Finds the routers from which a model's forward computes its load-balancing loss, in a pass without values."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import sys
-from collections.abc import MutableMapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, MutableMapping
+from dataclasses import dataclass
 from types import FunctionType
 
 import torch
 from torch import Tensor, nn
 
-from meshwright.errors import PlanError
-from meshwright.parallel.fake_passes.fake_pass import run_without_values
+from meshwright.facts import Facts
+from meshwright.parallel.fake_passes.observe import Watcher, hooked
 from meshwright.temporarily import temporarily
 
 LOSS_FUNCTION = "load_balancing_loss_func"  # the global name by which the forward of transformers' models calls it
@@ -55,63 +56,57 @@ def forward_with_router_loss(model: nn.Module) -> FunctionType | None:
     return None
 
 
-def record_routers(model: nn.Module) -> RouterRecord | None:
-    """Run a model on fake tensors, and return the routers of its load-balancing loss; None if it has no such loss.
+class RouterWatcher(Watcher):
+    """Sees what the modules of a model return, and what its load-balancing loss is given.
 
     Args:
-        model: the model, with or without memory. It is not changed.
+        facts: what a model with such a loss shows. The pass must ask for the loss.
     """
-    forward = forward_with_router_loss(model)
-    if forward is None:
-        return None
-    seen = _Seen()
-    inner = [(name, module) for name, module in model.named_modules() if name]
-    handles = [module.register_forward_hook(functools.partial(seen.look, name)) for name, module in inner]
-    try:
-        with temporarily(sys.modules[forward.__module__], **{LOSS_FUNCTION: seen.loss}):
-            output = run_without_values(model, rows=2, length=8, instead="ParallelPlan(pp=1)", options={OPTION: True})
-    except PlanError:  # the option is then refused under pp
-        return None
-    finally:
-        for handle in handles:
-            handle.remove()
-    return seen.record(output)
 
+    def __init__(self, facts: Facts):
+        self._facts = facts
 
-@dataclass
-class _Seen:
-    """What a forward pass shows: what its modules return, and what the load-balancing loss is given."""
+    def begin(self) -> None:
+        """See Watcher."""
+        self._returned: list[tuple[Tensor, str, int | None]] = []
+        self._number = torch.zeros(())
+        self._given: tuple[object, object, object] = (None, None, None)
 
-    returned: list[tuple[Tensor, str, int | None]] = field(default_factory=list)
-    number: Tensor = field(default_factory=lambda: torch.zeros(()))
-    given: tuple[object, object, object] = (None, None, None)
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """See Watcher."""
+        forward = forward_with_router_loss(self._facts.model)
+        assert forward is not None
+        inner = [(module, name) for module, name in self._facts.names.items() if name]
+        handles = [module.register_forward_hook(functools.partial(self._look, name)) for module, name in inner]
+        with hooked(handles), temporarily(sys.modules[forward.__module__], **{LOSS_FUNCTION: self._loss}):
+            yield
 
-    def look(self, name: str, module: nn.Module, args: object, output: object) -> None:
-        """Take what a module returns, as a hook of its forward."""
+    def _look(self, name: str, module: nn.Module, args: object, output: object) -> None:
         values = enumerate(output) if isinstance(output, tuple) else [(None, output)]
-        self.returned.extend((x, name, place) for place, x in values if isinstance(x, Tensor))
+        self._returned.extend((x, name, place) for place, x in values if isinstance(x, Tensor))
 
-    def loss(
+    def _loss(
         self, gate_logits: object, num_experts: object = None, top_k: object = 2, attention_mask: object = None
     ) -> Tensor:
         """Take the arguments of the load-balancing loss, and return a number in its place."""
-        self.given = gate_logits, num_experts, top_k
-        return self.number
+        self._given = gate_logits, num_experts, top_k
+        return self._number
 
     def record(self, output: object) -> RouterRecord | None:
         """Return the record of a pass with this output; None if a router or a place in the output is not known."""
-        logits, num_experts, top_k = self.given
+        logits, num_experts, top_k = self._given
         if not isinstance(logits, tuple) or not isinstance(output, MutableMapping):
             return None
-        found = {id(x): (name, place) for x, name, place in reversed(self.returned)}  # the innermost module ends first
+        found = {id(x): (name, place) for x, name, place in reversed(self._returned)}  # the innermost module ends first
         named = {id(x): name for name, x in output.items()}
-        if not all(id(x) in found for x in logits) or not {id(self.number), id(logits)} <= named.keys():
+        if not all(id(x) in found for x in logits) or not {id(self._number), id(logits)} <= named.keys():
             return None
         assert isinstance(num_experts, int) and isinstance(top_k, int)
         return RouterRecord(
             modules=tuple(found[id(x)] for x in logits),
             num_experts=num_experts,
             top_k=top_k,
-            loss=named[id(self.number)],
+            loss=named[id(self._number)],
             logits=named[id(logits)],
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -22,39 +22,61 @@ _OF_FORM = frozenset(_FORM_NAMES.split())
 class Sources(TorchDispatchMode):
     """Knows of each tensor from which layers it was computed, or from weights that are ``OUTSIDE`` of layers.
 
-    The sources are those of a tensor's memory, so that a view has them too, with or without a graph.
+    Beside the layers, the sources of a tensor may be named arguments. They are those of a tensor's memory, so that a
+    view has them too, with or without a graph.
+
+    Attributes:
+        listeners: functions that are called with each operation of a pass and its arguments.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._of: dict[int, frozenset[int]] = {}
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget a pass."""
+        self.listeners: list[Callable[[Any, tuple[Any, ...]], None]] = []
+        self._of: dict[int, frozenset[int | str]] = {}
         self._kept: list[Any] = []  # so that no other memory gets the number
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # torch would wrap each call for a compiler that does not run here
 
-    def of(self, x: Tensor) -> frozenset[int]:
+    def layers(self, x: Tensor) -> frozenset[int]:
         """Return the indices of the layers that a tensor was computed from, without a further layer in between."""
-        return self._of.get(x.untyped_storage()._cdata, frozenset())
+        return frozenset(source for source in self._all(x) if isinstance(source, int))
 
-    def set(self, x: Tensor, sources: Iterable[int]) -> None:
+    def names(self, x: Tensor) -> frozenset[str]:
+        """Return the names of the arguments that a tensor was computed from, without a layer in between."""
+        return frozenset(source for source in self._all(x) if isinstance(source, str))
+
+    def set(self, x: Tensor, sources: Iterable[int | str]) -> None:
         """Set the sources of a tensor."""
         self._kept.append(storage := x.untyped_storage())
         self._of[storage._cdata] = frozenset(sources)
 
+    def add(self, x: Tensor, source: int | str) -> None:
+        """Add a source to those of a tensor."""
+        self.set(x, self._all(x) | {source})
+
+    def _all(self, x: Tensor) -> frozenset[int | str]:
+        return self._of.get(x.untyped_storage()._cdata, frozenset())
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        for listener in self.listeners:
+            listener(func, args)
         result = _of_likely_shape(func, args)
         result = func(*args, **(kwargs or {})) if result is None else result
         is_of_form, is_mutable = _traits(func)
         if is_of_form:
             return result
         given = [*_tensors(args), *_tensors((kwargs or {}).values())]
-        if sources := frozenset().union(*map(self.of, given)):
+        if sources := frozenset().union(*map(self._all, given)):
             for x in (*_tensors((result,)), *(given[:1] if is_mutable else ())):
-                self.set(x, sources | self.of(x))
+                self.set(x, sources | self._all(x))
         return result
 
 

@@ -20,9 +20,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from meshwright.errors import PlanError
+from meshwright.facts import Facts
 from meshwright.parallel.batch.mean_over_ranks import valid_labels
 from meshwright.parallel.experts.router_record import OPTION
 from meshwright.parallel.fake_passes.fake_pass import run_without_values
+from meshwright.parallel.fake_passes.remembered import remembered
 from meshwright.parallel.losses.batch_loss import Batch
 from meshwright.parallel.output_loss import loss_of
 
@@ -62,6 +64,10 @@ def observe_loss(model: nn.Module) -> ObservedLoss | None:
     """
     if "labels" not in inspect.signature(model.forward).parameters:
         return None
+    return remembered(Facts(model), "loss", lambda: _observed(model))
+
+
+def _observed(model: nn.Module) -> ObservedLoss | None:
     inner = [module for module in model.modules() if module is not model]
     for watch, parts in ((_LossCalls, []), (_LossCallsAtEnd, inner)):
         with contextlib.ExitStack() as stack:
