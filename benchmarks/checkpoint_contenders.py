@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 import meshwright as mw
 from benchmarks import contenders
 from benchmarks.workload import Workload
-from meshwright.optim.state_parts import parts_of, unwrapped
+from meshwright.optim.owners import parts_of, unwrapped
 from meshwright.parallel.shards.state_of_parts import state_of
 
 

@@ -15,7 +15,7 @@ from benchmarks.published_runs.table import Run
 from meshwright.errors import PlanError
 from meshwright.planner.machine.hardware import Coefficients, HardwareProfile
 from meshwright.planner.memory.peak import peak_memory
-from meshwright.planner.search.simplicity import tie_key
+from meshwright.planner.search.search import tie_key
 
 LeaveOut = Literal["rows", "model", "gpus", "test"]
 Draw = Literal["chosen", "random"]

@@ -25,7 +25,7 @@ from conformance.families.models import DENSE, build, model_types
 from conformance.families.one_device import largest_differences
 from conformance.families.parity import TOLERANCE
 from meshwright.mesh.process_group import world_size
-from meshwright.plan.context_methods import METHODS
+from meshwright.plan.parts import METHODS
 
 Differences = dict[str, float]  # for each kind of rows, the largest relative difference from one device
 

@@ -22,7 +22,7 @@ from conformance.families.models import DENSE, model_types
 from conformance.families.one_device import ROWS
 from conformance.families.page import verdict
 from conformance.families.parity import TOLERANCE
-from meshwright.plan.context_methods import METHODS
+from meshwright.plan.parts import METHODS
 
 PAGE = Path(__file__).resolve().parents[2] / "evidence" / "families_context.md"
 REFUSED = "refused"

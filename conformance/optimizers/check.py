@@ -18,8 +18,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 import meshwright as mw
 from meshwright.errors import OptimizerMismatchError
 from meshwright.layout.tensor_layout import layout_of
-from meshwright.optim.reads import Reads, reads_of
-from meshwright.parallel.shards.reads import reading_shards
+from meshwright.optim.elementwise import Reads, reads_of
+from meshwright.parallel.shards.stand_in import reading_shards
 from meshwright_hf.trainer.checks import REFUSED_OPTIMIZERS
 
 PLANS = ("dp2 zero1", "tp2+sp", "dp2 zero3")

@@ -17,8 +17,7 @@ from conformance.outside_scripts.catalogue import ROWS, Edit, Script, Source
 from conformance.outside_scripts.page import Verdict
 from conformance.outside_scripts.recording import run_script
 from harness.programs import run_program
-from meshwright.choose.given_plan import resolve_plan
-from meshwright.choose.plan_file import PLAN_VARIABLE, plan_line
+from meshwright.choose.given_plan import PLAN_VARIABLE, plan_line, resolve_plan
 from meshwright.plan.config import ParallelPlan
 
 # A difference is divided by the number, or by this limit if the number is smaller. A reward's margin is a difference of

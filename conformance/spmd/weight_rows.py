@@ -20,7 +20,7 @@ from conformance.spmd.rules import names
 from meshwright.layout.tensor_layout import layout_if_any
 from meshwright.parallel.tensor_parallel.structure import DecoderStructure
 from meshwright.roles.adapters import projection
-from meshwright.roles.projection import out_features
+from meshwright.roles.linear_kernel import out_features
 
 Rows = tuple[int, ...]
 

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from meshwright_hf import accelerate, datasets, deepspeed, trainer, trl
-    from meshwright_hf.balance import BalanceExperts
-    from meshwright_hf.callback import MeshwrightCallback
+    from meshwright_hf.callback import BalanceExperts, MeshwrightCallback
     from meshwright_hf.configs import register, unregister
-    from meshwright_hf.saved_plan import save_plan
+    from meshwright_hf.distributed_config import save_plan
     from meshwright_hf.trainer import MeshwrightTrainer, MeshwrightTrainerMixin
 
 # The module of each public name.

@@ -1,4 +1,9 @@
-"""A Trainer callback that logs throughput, memory and the planner's plan, and compares the replicas' weights."""
+"""A Trainer callback that logs throughput, memory and the planner's plan, and compares the replicas' weights.
+
+A Trainer callback that balances experts without an auxiliary loss.
+
+Checks whether ranks that must hold equal weights still do.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +21,77 @@ from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
+from meshwright import balance_experts, expert_counts
+from meshwright.choose.given_plan import PLAN_VARIABLE
 from meshwright.choose.model_sizes import describe_model
 from meshwright.choose.picked_plan import device_at_hand, plan_card
-from meshwright.choose.plan_file import PLAN_VARIABLE
-from meshwright.errors import PlanError
+from meshwright.errors import DivergenceError, PlanError
+from meshwright.faults.statement import memory_digest
 from meshwright.mesh.process_group import world_size
 from meshwright.monitor.held_memory import peak_memory
 from meshwright.optim.runtime import device_of, find_runtime
 from meshwright.plan.config import ToDistributedConfig
-from meshwright_hf.replicas import check_replicas
+
+
+class BalanceExperts(TrainerCallback):
+    """Updates the biases that correct the routing after each step, as DeepSeek-V3 does.
+
+    Args:
+        rate: the size of the update; see ``meshwright.balance_experts``.
+
+    Attributes:
+        counts: the tokens of each expert in the last step, by module of experts.
+
+    Example::
+
+        trainer = MeshwrightTrainer(model, args, plan=plan, train_dataset=data, callbacks=[BalanceExperts(rate=1e-3)])
+    """
+
+    def __init__(self, *, rate: float = 1e-3):
+        self.rate = rate
+        self.counts: dict[str, Tensor] = {}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: object) -> None:
+        """Begin to count."""
+        self.counts = expert_counts(model)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: object) -> None:
+        """Move the biases by the tokens of the step."""
+        self.counts = expert_counts(model)
+        balance_experts(model, self.counts, rate=self.rate)
+
+
+def check_replicas(model: nn.Module, *, step: int) -> None:
+    """Raise if a value differs between ranks that must hold it equally, by digests; every rank makes the call.
+
+    A model that ``to_distributed`` or ``mw.DataParallel`` has distributed has a comparison of its own, which knows what
+    its ranks share. In other models, as under DDP, all ranks hold the same weights; DDP sends the buffers of rank 0 to
+    all ranks in each pass. A model whose weights an engine shards (FSDP, DeepSpeed stage 3) is not checked.
+
+    Raises:
+        DivergenceError: on every rank, if values differ; the message names the first one that differs and the ranks.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    if (runtime := find_runtime(model)) is not None:
+        runtime.compare_replicas()
+        return
+    parameters = dict(model.named_parameters())
+    is_fsdp = any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules())
+    if is_fsdp or any(hasattr(p, "placements") or hasattr(p, "ds_id") for p in parameters.values()):
+        return
+    own = torch.stack([memory_digest(p) for p in parameters.values()])
+    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, own)
+    for index, name in enumerate(parameters):
+        if differ := [rank for rank, theirs in enumerate(everyone) if not torch.equal(theirs[index], own[index])]:
+            raise DivergenceError(
+                f"step {step}: rank(s) {', '.join(map(str, differ))} have other values of {name} than rank "
+                f"{dist.get_rank()}, but must have equal values: something changed the weights, or a gradient, on one "
+                "rank alone (a clip by a local norm, a batch that only one rank skipped, a module left out of the "
+                "wrapper)"
+            )
+
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,7 @@ from datasets.iterable_dataset import BufferShuffledExamplesIterable
 from torch import Tensor
 
 from meshwright.data.fingerprint import fingerprint
-from meshwright.data.packed_dataset import PackedDataset, PackedShards
-from meshwright.data.packing import Packing
+from meshwright.data.packing import PackedDataset, PackedShards, Packing
 from meshwright.data.shards import DatasetShards
 from meshwright.parallel.batch.mean_over_ranks import IGNORE_INDEX
 from meshwright_hf.versions import warn_outside_range

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from meshwright.errors import PlanError
-from meshwright.mesh.cores import core_count
-from meshwright_hf.launch import network
+from meshwright.mesh.host import core_count
+from meshwright_hf.launch import job
 from meshwright_hf.versions import TESTED, installed, place, tested_requirement
 
 PATIENCE = 10.0  # seconds for two ranks on this machine to meet over gloo
@@ -167,7 +167,7 @@ def _try_gloo() -> str | None:
 
 def _network() -> Iterator[Finding]:
     try:
-        network.check_port(29500)
+        job.check_port(29500)
         yield Finding(topic="port 29500", status="ok", text="free; several machines meet there by default")
     except PlanError:
         text = "in use; for several machines pass --main_process_port (one machine takes a free port)"

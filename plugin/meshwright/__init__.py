@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from meshwright.checkpoint.format.save_checkpoint import save_checkpoint
     from meshwright.checkpoint.one_device.load_optimizer import load_optimizer
     from meshwright.checkpoint.one_device.save_optimizer import save_optimizer
-    from meshwright.checkpoint.one_device.save_weights import save_weights
+    from meshwright.checkpoint.one_device.save_pretrained import save_weights
     from meshwright.checkpoint.one_device.whole_tensors import full_gradients, full_state_dict
     from meshwright.construct.deferred_init import deferred_init
     from meshwright.data.shard_dataloader import shard_dataloader
@@ -44,8 +44,7 @@ if TYPE_CHECKING:
     from meshwright.optim.balance_experts import balance_experts, expert_counts
     from meshwright.optim.chained import ChainedOptimizer
     from meshwright.optim.clip_grad_norm import clip_grad_norm_
-    from meshwright.optim.gather_rows import gather_rows
-    from meshwright.optim.global_mean import global_mean
+    from meshwright.optim.global_batch import gather_rows, global_mean
     from meshwright.optim.runtime import no_sync, plan_of
     from meshwright.parallel.experts.token_dispatchers import TokenDispatcher, register_dispatcher
     from meshwright.placement import Partial, Replicate, Shard, reshard, shard_tensor
@@ -64,7 +63,7 @@ _HOMES = {
     "checkpoint.format.load_weights": ("load_weights",),
     "checkpoint.one_device.load_optimizer": ("load_optimizer",),
     "checkpoint.format.save_checkpoint": ("save_checkpoint",),
-    "checkpoint.one_device.save_weights": ("save_weights",),
+    "checkpoint.one_device.save_pretrained": ("save_weights",),
     "plan.config": ("ParallelPlan", "ToDistributedConfig"),
     "plan.loader_options": ("LoaderOptions",),
     "construct.deferred_init": ("deferred_init",),
@@ -93,8 +92,7 @@ _HOMES = {
     "optim.balance_experts": ("balance_experts", "expert_counts"),
     "optim.chained": ("ChainedOptimizer",),
     "optim.clip_grad_norm": ("clip_grad_norm_",),
-    "optim.gather_rows": ("gather_rows",),
-    "optim.global_mean": ("global_mean",),
+    "optim.global_batch": ("gather_rows", "global_mean"),
     "optim.runtime": ("no_sync", "plan_of"),
     "parallel.experts.token_dispatchers": ("TokenDispatcher", "register_dispatcher"),
     "optim.attach_gradients": ("shard_optimizer",),

@@ -23,25 +23,29 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.faults.group_timeouts import set_timeout
+from meshwright.faults.collective_log import set_timeout
 from meshwright.faults.guard import Guard, active_guard, start_guard
 from meshwright.layout.tensor_layout import TensorLayout, layout_if_any
 from meshwright.mesh.axes import Axis, Mesh
-from meshwright.mesh.local_device import check_is_alone
+from meshwright.mesh.host import check_is_alone
 from meshwright.mesh.process_group import start_process_group
 from meshwright.mesh.process_mesh import ProcessMesh
 from meshwright.optim.gradients import Gradients
 from meshwright.optim.runtime import Runtime, attach, device_of, find_runtime, runtime_of
 from meshwright.parallel.autograd_graph import tensors_in, unused_parameters
 from meshwright.parallel.batch.mixed_rows import refused_option
+from meshwright.parallel.foreign_hooks import wrapper_of
 from meshwright.parallel.gradients.buckets import Bucket, group_parameters, make_buckets
 from meshwright.parallel.gradients.gradient_hooks import GradientHooks
 from meshwright.parallel.gradients.sync import AllReduce, GradientSync
 from meshwright.parallel.replicas.comparison import ReplicaComparison
-from meshwright.parallel.replicas.replicate_model import broadcast_tensors, check_agreement, describe_tensors
-from meshwright.parallel.replicas.state import ModuleTensors
+from meshwright.parallel.replicas.replicate_model import (
+    ModuleTensors,
+    broadcast_tensors,
+    check_agreement,
+    describe_tensors,
+)
 from meshwright.parallel.tensor_parallel.float8 import float8_layers
-from meshwright.parallel.wrappers import wrapper_of
 
 logger = logging.getLogger(__name__)
 

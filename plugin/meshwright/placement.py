@@ -18,8 +18,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 from meshwright.autograd import GraphlessFunction
 from meshwright.compiling import eager
-from meshwright.faults.memory_digest import value_digest
-from meshwright.faults.same_call import Claim, agreed
+from meshwright.faults.statement import value_digest
+from meshwright.faults.together import Claim, agreed
 from meshwright.mesh.process_group import ensure_process_group
 from meshwright.mesh.process_mesh import ProcessMesh
 from meshwright.resharding.layouts import (

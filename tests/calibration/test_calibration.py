@@ -17,11 +17,9 @@ import numpy as np
 import pytest
 import torch
 
-from meshwright.calibration.compute import compute_probes
+from meshwright.calibration.compute import Probe, compute_probes, measure, sample_seconds
 from meshwright.calibration.from_probes import fit, nonnegative
-from meshwright.calibration.measure import calibrate
-from meshwright.calibration.profile_report import report
-from meshwright.calibration.timing import Probe, measure, sample_seconds
+from meshwright.calibration.measure import calibrate, report
 from meshwright.errors import PlanError
 from meshwright.planner.job.candidate import Candidate, Job
 from meshwright.planner.job.shapes import ModelShape

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from meshwright.checkpoint.format.rank_state import assign_writes
 from meshwright.checkpoint.one_device import whole_tensors
-from meshwright.layout.blocks import StridedBlock, between, numel, overlap, packed
-from meshwright.layout.row_layout import RowLayout
+from meshwright.layout.row_layout import RowLayout, StridedBlock, between, numel, overlap, packed
 from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.mesh.axes import Axis, Mesh, Place
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import meshwright as mw
-from meshwright.checkpoint.format import rank_state, snapshot
+from meshwright.checkpoint.format import part_files, rank_state
 from meshwright.checkpoint.format.background import Background
 from meshwright.checkpoint.format.part_files import RankPart
 from meshwright.checkpoint.format.rank_state import RankState
@@ -120,13 +120,13 @@ def bytes_in_the_snapshot(folder: str) -> tuple[int, int]:
     found: list[torch.Tensor] = []
 
     def as_of_now(values: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        present = snapshot.as_of_now(values)
+        present = part_files.as_of_now(values)
         found.append(present())
         return present
 
     rank_state.as_of_now = as_of_now
     mw.save_checkpoint(Path(folder) / "now", model, None, asynchronous=True)
-    rank_state.as_of_now = snapshot.as_of_now
+    rank_state.as_of_now = part_files.as_of_now
     mw.wait_for_checkpoints(model)
     return sum(x.nbytes for x in found), sum(p.nbytes for p in build("llama").parameters())
 

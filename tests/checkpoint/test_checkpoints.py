@@ -16,7 +16,7 @@ from torch import Tensor
 
 import meshwright as mw
 from meshwright.checkpoint.format.load_checkpoint import loaded_line
-from meshwright.checkpoint.format.open_checkpoint import OpenCheckpoint
+from meshwright.checkpoint.format.load_weights import OpenCheckpoint
 from meshwright.errors import CheckpointError
 from meshwright.layout.tensor_layout import TensorLayout
 from support import anatomies

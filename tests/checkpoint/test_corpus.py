@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import meshwright as mw
-from meshwright.checkpoint.format.manifest import FORMAT
+from meshwright.checkpoint.format.checkpoint_folders import FORMAT
 from meshwright.cli import app
 from support import corpus
 from support.corpus import PLANS, Program, plan_of, ranks_of, values

@@ -13,9 +13,8 @@ import pytest
 import torch
 
 import meshwright as mw
-from meshwright.checkpoint.files.lineage import FIELDS
-from meshwright.checkpoint.files.reading import digest
-from meshwright.checkpoint.format.manifest import NAME, Manifest
+from meshwright.checkpoint.files.reading import FIELDS, digest
+from meshwright.checkpoint.format.checkpoint_folders import NAME, Manifest
 from support.exact import Float64
 from support.models import build
 from support.tiers import crossings

@@ -27,15 +27,15 @@ from transformers import TrainerState
 
 import meshwright as mw
 from harness.programs import run_program
-from meshwright.checkpoint.files.lineage import Lineage
+from meshwright.checkpoint.files.reading import Lineage
 from meshwright.checkpoint.format.object_states import check_state_of
 from meshwright.checkpoint.one_device.optimizer_manifest import decode, encode
 from meshwright.checkpoint.one_device.safetensors_file import SafetensorsWriter
-from meshwright.checkpoint.sealed.sealed_folder import check_seal, sealed_folder
+from meshwright.checkpoint.sealed import check_seal, sealed_folder
 from meshwright.data.loader import DistributedLoader
 from meshwright.data.peers import LoaderMesh
 from meshwright.mesh.axes import Axis
-from meshwright_hf.trainer.state import check_trainer_state
+from meshwright_hf.trainer.folders import check_trainer_state
 from support import edits
 from support.hostile import to_format_1
 from support.tiers import crossing

@@ -23,8 +23,8 @@ from typer.testing import CliRunner, Result
 import meshwright as mw
 from meshwright.checkpoint.files import disk
 from meshwright.checkpoint.format import part_files
+from meshwright.checkpoint.format.checkpoint_folders import Manifest
 from meshwright.checkpoint.format.load_weights import CheckpointWeights
-from meshwright.checkpoint.format.manifest import Manifest
 from meshwright.checkpoint.inspect.export_checkpoint import export_checkpoint
 from meshwright.cli import app
 from support.construction import assert_equal, distribute, make

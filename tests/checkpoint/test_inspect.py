@@ -18,11 +18,11 @@ from typer.testing import CliRunner, Result
 import meshwright as mw
 from meshwright.checkpoint.files.reading import digest
 from meshwright.checkpoint.format import part_files
-from meshwright.checkpoint.format.manifest import NAME, Manifest
-from meshwright.checkpoint.format.open_checkpoint import miscovered
+from meshwright.checkpoint.format.checkpoint_folders import NAME, Manifest
+from meshwright.checkpoint.format.load_weights import miscovered
 from meshwright.checkpoint.format.part_files import FileRecord, file_names
 from meshwright.cli import app
-from meshwright.layout.blocks import StridedBlock
+from meshwright.layout.row_layout import StridedBlock
 
 TENSORS, INDEX = file_names(0)
 

@@ -23,9 +23,9 @@ from transformers import TrainingArguments
 from typer.testing import CliRunner
 
 import meshwright as mw
-from meshwright.checkpoint.files import lineage
+from meshwright.checkpoint.files import reading
 from meshwright.checkpoint.files.place import Url, place
-from meshwright.checkpoint.format.manifest import NAME, Manifest
+from meshwright.checkpoint.format.checkpoint_folders import NAME, Manifest
 from meshwright.checkpoint.inspect.export_checkpoint import export_checkpoint
 from meshwright.cli import app
 from meshwright.errors import CheckpointError, RemoteError
@@ -146,7 +146,7 @@ def test_what_is_not_a_checkpoint_stays(small: Small, monkeypatch: pytest.Monkey
     assert "a/notes.txt" in small.names() and small.load("a").step == 1
     own = small.save("b", step=3)
     with monkeypatch.context() as another_program:
-        another_program.setattr(lineage, "_SEEN", {})
+        another_program.setattr(reading, "_SEEN", {})
         Small(small.root).save("b", step=4)
     with pytest.raises(CheckpointError, match=r"another program has saved to .*run/b since"):
         small.save("b", step=5)

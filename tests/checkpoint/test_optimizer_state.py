@@ -20,7 +20,7 @@ from torch import Tensor
 import meshwright as mw
 from meshwright.checkpoint.one_device import whole_tensors
 from meshwright.checkpoint.one_device.safetensors_file import SafetensorsWriter
-from meshwright.optim.state_parts import parts_of
+from meshwright.optim.owners import parts_of
 from support.exact import Float64, relative_difference
 from support.models import build, labels_for, tokens
 from support.tiers import crossings

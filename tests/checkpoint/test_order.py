@@ -17,13 +17,11 @@ import torch
 from test_hostile import Small
 
 import meshwright as mw
-from meshwright.checkpoint.files import disk, lineage, staged_folder
-from meshwright.checkpoint.files.lineage import MAX_NUMBER, Lineage
+from meshwright.checkpoint.files import disk, local_disk, reading
+from meshwright.checkpoint.files.reading import MAX_NUMBER, Lineage
 from meshwright.checkpoint.format import part_files
-from meshwright.checkpoint.format.checkpoint_folders import newest_checkpoint
-from meshwright.checkpoint.format.manifest import NAME, Manifest
-from meshwright.checkpoint.sealed.seal import Seal
-from meshwright.checkpoint.sealed.sealed_folder import close_seal, sealed_folder
+from meshwright.checkpoint.format.checkpoint_folders import NAME, Manifest, newest_checkpoint
+from meshwright.checkpoint.sealed import Seal, close_seal, sealed_folder
 from support.edits import write_manifest
 
 HOUR = 3600 * 10**9
@@ -156,9 +154,9 @@ def test_folders_of_a_save_in_progress_stay(host: str, tmp_path: Path, monkeypat
     """This host's are locked. Of another host, no lock is seen here: what was written to lately stays for a day."""
     with monkeypatch.context() as patch:
         if host == "another":
-            patch.setattr(staged_folder, "_host", lambda: "0123abcd")
+            patch.setattr(local_disk, "_host", lambda: "0123abcd")
             patch.setattr("fcntl.flock", lambda *_: None)
-        living = staged_folder.StagedFolder(tmp_path / "a", lambda _: True)
+        living = local_disk.StagedFolder(tmp_path / "a", lambda _: True)
         (living.path / "part").write_text("half")
     job = Job(tmp_path)
     job.save(1)
@@ -226,7 +224,7 @@ def test_what_another_program_saves_meanwhile_is_not_replaced(
                 mw.save_checkpoint(target, job.model, job.optimizer, step=int(text))
 
     def theirs() -> None:
-        with mock.patch.dict(lineage._SEEN):  # another process
+        with mock.patch.dict(reading._SEEN):  # another process
             save(Lineage(), "2")
 
     def found() -> int:
@@ -236,7 +234,7 @@ def test_what_another_program_saves_meanwhile_is_not_replaced(
     with pytest.raises(mw.CheckpointError, match=r"another program has saved to .*last.*such as .*last-2"):
         save(own, "1", theirs)
     assert found() == 2 and left(tmp_path) == ["last"]
-    monkeypatch.setattr(lineage, "_SEEN", {})
+    monkeypatch.setattr(reading, "_SEEN", {})
     save(Lineage(), "3")  # a new program that finds it there may replace it, as the rerun of a script does
     save(own, "4")  # and so may each part of this program
     theirs()

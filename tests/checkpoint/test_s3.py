@@ -17,7 +17,7 @@ import meshwright as mw
 from harness.programs import run_program
 from meshwright.checkpoint.files.place import Url
 from meshwright.checkpoint.format.checkpoint_folders import find_checkpoint
-from meshwright.checkpoint.format.open_checkpoint import OpenCheckpoint
+from meshwright.checkpoint.format.load_weights import OpenCheckpoint
 from support.models import build
 
 s3fs = pytest.importorskip("s3fs", reason="make test-s3 installs it")

@@ -17,10 +17,9 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.checkpoint.format.background import Background
-from meshwright.checkpoint.format.part_files import RankPart, Source
-from meshwright.checkpoint.format.snapshot import HostMemory, Snapshot
+from meshwright.checkpoint.format.part_files import HostMemory, RankPart, Snapshot, Source
 from meshwright.checkpoint.one_device.safetensors_file import memory_of
-from meshwright.layout.blocks import StridedBlock
+from meshwright.layout.row_layout import StridedBlock
 
 
 def part(values: dict[str, Tensor]) -> RankPart:

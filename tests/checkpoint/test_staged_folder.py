@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 import meshwright as mw
-from meshwright.checkpoint.files import disk, staged_folder
-from meshwright.checkpoint.files.staged_folder import StagedFolder, staged_path
+from meshwright.checkpoint.files import disk, local_disk
+from meshwright.checkpoint.files.local_disk import StagedFolder, staged_path
 from meshwright.checkpoint.format import background, part_files
 from meshwright.checkpoint.format.part_files import RankPart
 from meshwright.errors import CheckpointError
@@ -64,7 +64,7 @@ def test_who_locks_the_folder_delays_a_save_and_says_so(
     job: Any, tmp_path: Path, monkeypatch: Any, caplog: Any
 ) -> None:
     """Anybody who may read a folder can lock it, and a stopped neighbour keeps its lock."""
-    monkeypatch.setattr(staged_folder, "LOCK_TIME", 0.2)
+    monkeypatch.setattr(local_disk, "LOCK_TIME", 0.2)
     descriptor = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_SH)
     try:
@@ -85,8 +85,8 @@ def test_where_locks_are_refused_a_save_works(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", refused)
-    staged_folder._say_unlocked.cache_clear()
-    left = tmp_path / f".a.saving-00000000-{staged_folder._host()}"  # of a job that may still run
+    local_disk._say_unlocked.cache_clear()
+    left = tmp_path / f".a.saving-00000000-{local_disk._host()}"  # of a job that may still run
     left.mkdir()
     for step in (1, 2):
         job("a", step=step)
@@ -102,12 +102,12 @@ def test_another_job_cannot_remove_a_folder_that_has_just_been_made(tmp_path: Pa
         real(path)
         if ".saving-" in path.name and not made:
             made.append(path)
-            staged_folder.remove_leftovers(tmp_path)
+            local_disk.remove_leftovers(tmp_path)
             assert not path.exists()
 
     monkeypatch.setattr(disk, "make_folder", make)
     staging = StagedFolder(tmp_path / "a", lambda _: True)
-    staged_folder.remove_leftovers(tmp_path)
+    local_disk.remove_leftovers(tmp_path)
     assert staging.path.is_dir() and not staging.path.is_relative_to(made[0])
     staging.commit()
     staging.close()
@@ -115,7 +115,7 @@ def test_another_job_cannot_remove_a_folder_that_has_just_been_made(tmp_path: Pa
 
 
 def test_a_rank_writes_beside_its_own_target_alone(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(staged_folder, "LATE", 0.2)
+    monkeypatch.setattr(local_disk, "LATE", 0.2)
     target = tmp_path / "step-1"
     for hidden in (
         "../x/.step-1.saving-01234567",

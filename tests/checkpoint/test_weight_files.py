@@ -24,7 +24,7 @@ from meshwright.checkpoint.one_device.safetensors_file import read_header, read_
 from meshwright.checkpoint.one_device.weight_files import WeightFiles
 from meshwright.layout.row_layout import RowLayout
 from meshwright.layout.tensor_layout import TensorLayout
-from meshwright.parallel.shards.reads import own_nbytes
+from meshwright.parallel.shards.stand_in import own_nbytes
 from support.construction import HOWS, PLANS, assert_equal, distribute, make, write_checkpoint
 from support.models import tokens
 from support.tiers import crossings

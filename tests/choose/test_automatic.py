@@ -14,10 +14,9 @@ from torch.utils.data import DataLoader
 from typer.testing import CliRunner
 
 import meshwright as mw
-from meshwright.choose.given_plan import given_plan
-from meshwright.choose.optimizer_kind import kind_of
+from meshwright.choose.given_plan import given_plan, save_plan
+from meshwright.choose.model_sizes import kind_of
 from meshwright.choose.picked_plan import against_stages, pick_plan, why_not_cut
-from meshwright.choose.plan_file import save_plan
 from meshwright.cli import app
 from meshwright.planner.job.candidate import Candidate, Job
 from meshwright.planner.job.optimizers import OPTIMIZERS

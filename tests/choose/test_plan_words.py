@@ -13,10 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshwright as mw
-from meshwright.choose.given_plan import config_with, given_plan, plan_of_fields, resolve_plan
-from meshwright.choose.plan_file import PLAN_VARIABLE, read_plan, save_plan
+from meshwright.choose.given_plan import (
+    PLAN_VARIABLE,
+    config_with,
+    given_plan,
+    plan_of_fields,
+    read_plan,
+    resolve_plan,
+    save_plan,
+)
 from meshwright.plan.config import PLAN_FIELDS
-from meshwright.plan.context_methods import METHODS
+from meshwright.plan.parts import METHODS
 from meshwright.plan.schedule import SCHEDULES
 from meshwright.plan.text import format_plan, parse_plan
 from meshwright.planner.job.candidate import Candidate

@@ -15,7 +15,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from meshwright.choose.plan_file import fields_of_text
+from meshwright.choose.given_plan import fields_of_text
 from meshwright.cli import app
 from meshwright.cli.launch import _own_options
 

@@ -26,14 +26,14 @@ from typer.testing import CliRunner
 
 import meshwright as mw
 from harness.launchers import run_command
-from meshwright.choose.given_plan import given_plan
-from meshwright.choose.plan_file import PLAN_VARIABLE, REPLAN_VARIABLE, USED_VARIABLE, plan_line, read_plan
+from meshwright.choose.given_plan import PLAN_VARIABLE, REPLAN_VARIABLE, USED_VARIABLE, given_plan, plan_line, read_plan
 from meshwright.cli import app
-from meshwright.cli.options import Context, Schedule
+from meshwright.cli.command import Context, Schedule
 from meshwright.mesh.process_group import node_count
-from meshwright.plan.context_methods import METHODS
+from meshwright.plan.parts import METHODS
 from meshwright.plan.schedule import SCHEDULES
-from meshwright_hf.launch import launcher, network
+from meshwright_hf.launch import job as network
+from meshwright_hf.launch import launcher
 from meshwright_hf.launch.job import Launch, find_plan
 from meshwright_hf.launch.launcher import accelerate_arguments, watched_plan
 from support.models import build, tokens

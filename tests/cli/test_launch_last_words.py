@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from harness.launchers import run_command
-from meshwright.checkpoint.files.staged_folder import note_saved
+from meshwright.checkpoint.files.local_disk import note_saved
 from meshwright.cli import app
 from meshwright_hf.launch.job import RESUME_VARIABLE, Launch, misplaced_options, script_and_arguments
 from meshwright_hf.launch.launcher import saves_noted

@@ -11,7 +11,7 @@ import pytest
 
 from conformance.clusters import local_cluster, why_not
 from harness.launchers import Ended, run_command
-from meshwright.choose.plan_file import PLAN_VARIABLE
+from meshwright.choose.given_plan import PLAN_VARIABLE
 from support.preempted_script import trained
 from support.preemptions import PLAN, SCRIPT, SlurmJob
 from support.tiers import crossing, nightly

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.choose.plan_file import PLAN_VARIABLE
+from meshwright.choose.given_plan import PLAN_VARIABLE
 from support.killed_script import trained
 from support.restarts import Run, disturbed
 from support.tiers import crossings

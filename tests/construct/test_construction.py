@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import meshwright as mw
 from meshwright.construct.deferred_init import recipe_of
-from meshwright.parallel.shards.reads import own_nbytes
+from meshwright.parallel.shards.stand_in import own_nbytes
 from support.construction import HOWS, PLANS, assert_equal, distribute, make, write_checkpoint
 from support.logs import logged
 from support.models import FAMILIES, SIZES, labels_for, tokens

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from conformance.families.context_page import PAGE, REFUSED, rows
 from conformance.families.models import DENSE
-from meshwright.plan.context_methods import METHODS
-from meshwright.planner.job.family_traits import traits_of
+from meshwright.plan.parts import METHODS
+from meshwright.planner.job.layer_shape import traits_of
 
 ROWS = rows(PAGE.read_text())
 

@@ -16,9 +16,8 @@ import transformers
 from torch import Tensor
 
 import meshwright as mw
-from meshwright.context import cross_attention
-from meshwright.context.position_bias import _OfWholeRow
-from meshwright.context.record import record_context
+from meshwright.context import attend
+from meshwright.context.record import _OfWholeRow, record_context
 from meshwright.roles import find_decoder
 from support import encoder_models
 from support.exact import Float64
@@ -102,7 +101,7 @@ def test_equals_one_process(name: str, plan_name: str, request: pytest.FixtureRe
 
 def train_without_padding(plan: dict[str, Any]) -> dict[str, Tensor]:
     """A fault: queries see the padding of the encoder."""
-    with mock.patch.object(cross_attention, "_own_mask", lambda call, mask, q: None):
+    with mock.patch.object(attend, "_own_mask", lambda call, mask, q: None):
         return train(plan, "bart, frozen encoder")
 
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from meshwright.context import flash
-from meshwright.context.causal_blocks import Documents, causal_blocks
 from meshwright.context.flash import FlashCall, flash_attention, has_flash
 from meshwright.context.key_exchange import RingKeys, WholeKeys
+from meshwright.context.masks import Documents, causal_blocks
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.sequence_parts import TokenRun
 

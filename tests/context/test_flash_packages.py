@@ -20,11 +20,9 @@ from torch import Tensor
 import meshwright as mw
 from conformance.families.expert_models import build as build_with_experts
 from conformance.families.models import build
-from meshwright.context import packaged_attention
-from meshwright.context.causal_blocks import Documents, causal_blocks
-from meshwright.context.flash import FlashCall, is_right
-from meshwright.context.flash_package import PackageKernel
-from meshwright.context.masks import ContextMask
+from meshwright.context import flash
+from meshwright.context.flash import FlashCall, PackageKernel, is_right
+from meshwright.context.masks import ContextMask, Documents, causal_blocks
 from meshwright.errors import PlanError
 from meshwright.parallel.batch.flash_rows import FlashRows
 from meshwright.parallel.sequence_parts import TokenRun
@@ -167,7 +165,7 @@ def train_planted(plan: dict[str, Any], family: str, fault: str) -> dict[str, Te
         "borders of documents are left out": mock.patch.object(FlashRows, "_documents", lambda *_: None),
         "the logarithm of a block alone": mock.patch.object(torch, "logaddexp", lambda before, new: new),
     }
-    unchecked = mock.patch.object(packaged_attention, "is_right", lambda *_: True)  # this check finds some of them, too
+    unchecked = mock.patch.object(flash, "is_right", lambda *_: True)  # this check finds some of them, too
     with faults[fault], unchecked, uncompared():
         return train(plan, family)
 

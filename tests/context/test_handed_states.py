@@ -15,8 +15,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright.context.handed_states import HandedStates, hands_states
-from meshwright.context.linear_recurrences import FORMS, Chunks
+from meshwright.context.handed_states import FORMS, Chunks, HandedStates, hands_states
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.method_chain import add_step, find_chain
 from meshwright.parallel.sequence_parts import SequenceParts

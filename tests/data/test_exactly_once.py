@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, WeightedRandomSampler
 from transformers import BatchEncoding
 
-from meshwright.data import epoch_order as order
-from meshwright.data.epoch_order import Permutation
+from meshwright.data import shuffling as order
 from meshwright.data.global_batches import EqualBatches, chunk_share, even_share
 from meshwright.data.nested import digest, to_device
+from meshwright.data.shuffling import Permutation
 from meshwright.mesh.axes import Axis
 from support.loading import Numbers, as_list, plain, ranks_of, seen, steps
 

@@ -16,15 +16,17 @@ from torch.utils.data import DataLoader
 from transformers import masking_utils
 
 import meshwright as mw
-from meshwright.data.packed_dataset import (
+from meshwright.data.packing import (
+    DocumentPiece,
     PackedDataset,
     PackedRows,
     PackedShards,
+    Packing,
+    best_fit,
     block_diagonal_mask,
     cu_seqlens,
     make_row,
 )
-from meshwright.data.packing import DocumentPiece, Packing, best_fit
 from meshwright.data.shards import ListedShards
 from meshwright.data.stream import ShardedStream
 from meshwright.mesh.axes import Axis

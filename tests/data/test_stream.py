@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from meshwright.data.shards import LaneReader, ListedShards, as_source, shuffled, window_start
-from meshwright.data.stream import ShardedStream, StreamRows
-from meshwright.data.stream_order import Lane, deal, next_batches
+from meshwright.data.stream import Lane, ShardedStream, StreamRows, deal, next_batches
 from meshwright.errors import PeerFailedError
 from meshwright.mesh.axes import Axis
 

@@ -27,13 +27,13 @@ from harness import WorkerError
 from meshwright.distribute.decide import structure_of
 from meshwright.facts import Facts
 from meshwright.mesh.axes import Axis, Mesh
-from meshwright.optim import thawing
+from meshwright.optim import trained_parameters
 from meshwright.parallel.autograd_graph import in_backward
 from meshwright.parallel.batch.mean_over_ranks import GlobalMean
 from meshwright.parallel.experts import load_balancing
 from meshwright.parallel.experts.load_balancing import LoadBalancing
-from meshwright.parallel.experts.router_record import ARGUMENTS
-from meshwright.parallel.replay import Replay
+from meshwright.parallel.experts.routers import ARGUMENTS
+from meshwright.parallel.saved_tensors import Replay
 from meshwright.parallel.tensor_parallel.apply import OwnTokens
 from meshwright.roles import find_decoder
 from meshwright.roles.decoder import towers_beside
@@ -172,12 +172,12 @@ def test_equals_one_process(name: str, plan_name: str, request: pytest.FixtureRe
 
 def train_without_sums(plan: dict[str, Any]) -> dict[str, Tensor]:
     """A fault: the gradients of experts that several ranks hold are not summed."""
-    make = thawing.AllReduce
-    thawing.AllReduce = lambda axis, *args: make(Axis("alone") if axis.name == "copies" else axis, *args)
+    make = trained_parameters.AllReduce
+    trained_parameters.AllReduce = lambda axis, *args: make(Axis("alone") if axis.name == "copies" else axis, *args)
     try:
         return train(plan, "mixtral")
     finally:
-        thawing.AllReduce = make
+        trained_parameters.AllReduce = make
 
 
 def train_without_scale(plan: dict[str, Any]) -> dict[str, Tensor]:

@@ -299,7 +299,7 @@ def optimizer_after_the_call(plan: str) -> list[str]:
     model = build("llama")
     to(model, plan=plan)
     optimizer = torch.optim.AdamW(model.parameters())
-    with patch("meshwright.optim.step_watch.logger.warning") as warning:
+    with patch("meshwright.optim.steps.logger.warning") as warning:
         for _ in range(2):
             ids = torch.zeros(2, 4, dtype=torch.int64)
             model(input_ids=ids, labels=ids).loss.backward()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import meshwright as mw
 from harness.programs import mark_fault, run_program
-from meshwright.parallel.experts.dispatch import ExpertDispatch
+from meshwright.parallel.experts.token_dispatchers import ExpertDispatch
 from support.anatomies import build, collate, samples
 from support.ending import TIMEOUT, check
 from support.exact import relative_difference

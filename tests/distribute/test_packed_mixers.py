@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 import meshwright as mw
-from meshwright.data.packed_dataset import PackedDataset, block_diagonal_mask
-from meshwright.data.packing import Packing
+from meshwright.data.packing import PackedDataset, Packing, block_diagonal_mask
 from meshwright.parallel.batch.document_rows import DocumentsAsRows
-from meshwright.parallel.replay import Replay
+from meshwright.parallel.saved_tensors import Replay
 from support.exact import Float64, relative_difference
 from support.hybrid_models import FAMILIES, build
 from support.models import tokens

@@ -13,7 +13,7 @@ import pytest
 import meshwright as mw
 from examples.pretrain import prepare, train
 from harness.programs import Outcome, run_program
-from meshwright.choose.plan_file import PLAN_VARIABLE, plan_line
+from meshwright.choose.given_plan import PLAN_VARIABLE, plan_line
 
 TEXT = Path(__file__).parents[2] / "LICENSE"
 

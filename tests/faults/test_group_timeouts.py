@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.faults.group_timeouts import WATCHDOG_WAITS, set_timeout
+from meshwright.faults.collective_log import WATCHDOG_WAITS, set_timeout
 
 
 class Backend:

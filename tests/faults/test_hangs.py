@@ -15,7 +15,7 @@ import torch
 from harness.programs import run_program
 from meshwright.faults.ending import Deadline
 from meshwright.mesh import process_group
-from meshwright_hf.launch.network import free_port
+from meshwright_hf.launch.job import free_port
 from support.ending import TIMEOUT, check, flat
 from support.hangs import PLACES, STARTS, hangs, hold_the_gil, run_script, stop_here
 from support.tiers import crossings

@@ -19,8 +19,8 @@ from meshwright.faults import referee_server
 from meshwright.faults.ending import Deadline
 from meshwright.faults.link import LONGEST_HELLO, Link
 from meshwright.faults.referee_server import STRANGERS, Hub
-from meshwright.mesh import listening
-from meshwright.mesh.listening import listening_address
+from meshwright.mesh import process_group
+from meshwright.mesh.process_group import listening_address
 
 TOKEN = "a" * 32
 MIB = 2**20
@@ -204,5 +204,5 @@ def test_the_interface_is_that_of_the_ranks(name: str, monkeypatch: pytest.Monke
             raise socket.gaierror("no such name")
         return [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("127.0.1.1", port))]
 
-    monkeypatch.setattr(listening.socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(process_group.socket, "getaddrinfo", resolve)
     assert listening_address() == expected

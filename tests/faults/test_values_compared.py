@@ -20,7 +20,7 @@ from conformance.families.models import build as build_family
 from meshwright.errors import DivergenceError
 from meshwright.optim.runtime import runtime_of
 from meshwright.parallel.dropout_streams import DropoutStreams
-from meshwright.parallel.replicas.state import counts_digest
+from meshwright.parallel.replicas.replicate_model import counts_digest
 from meshwright.parallel.shards.state_of_parts import state_of
 from support.models import build, labels_for, tokens
 from support.own_gradients import on_arrival
@@ -289,7 +289,7 @@ def test_counts_on_the_device_and_beside_it_have_one_digest() -> None:
 def deferred_until_named(plan: dict[str, Any], fault: Callable[[Run], None]) -> tuple[int, str]:
     """As on a device whose numbers are read a step later."""
     with (
-        mock.patch("meshwright.parallel.replicas.input_comparison.is_deferred", lambda device: True),
+        mock.patch("meshwright.parallel.replicas.digests.is_deferred", lambda device: True),
         mock.patch("meshwright.parallel.replicas.comparison.is_deferred", lambda device: True),
         # Norms without sequence parallelism are compared on a device only where its kernels are deterministic.
         mock.patch("torch.are_deterministic_algorithms_enabled", lambda: True),

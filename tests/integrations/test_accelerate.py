@@ -14,7 +14,7 @@ import pytest
 import torch
 from accelerate.scheduler import AcceleratedScheduler
 
-from meshwright_hf.accelerate.scheduler import PlannedScheduler
+from meshwright_hf.accelerate.planned_loader import PlannedScheduler
 from support.accelerated import Run, resume_script, run_script
 from support.parity import pool_for
 from support.tiers import crossing, crossings, nightly

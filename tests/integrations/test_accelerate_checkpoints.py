@@ -16,7 +16,7 @@ from test_accelerate import difference, reference
 from typer.testing import CliRunner
 
 import meshwright as mw
-from meshwright.checkpoint.sealed.sealed_folder import check_seal
+from meshwright.checkpoint.sealed import check_seal
 from meshwright.cli import app
 from support.accelerated import ACCUMULATION, Run, Script, accelerator, exact, resume_script, run_script
 from support.kills import counted, endings, fingerprint, try_faults

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 import meshwright as mw
 import meshwright_hf.accelerate
-from meshwright.choose.plan_file import plan_line
+from meshwright.choose.given_plan import plan_line
 from meshwright.errors import PlanError
 from meshwright_hf.accelerate import activate, deactivate
 from support.accelerated import dataset, forget

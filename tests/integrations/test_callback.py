@@ -12,8 +12,7 @@ import torch.distributed as dist
 from transformers import Trainer
 
 import meshwright as mw
-from meshwright_hf.callback import MeshwrightCallback
-from meshwright_hf.replicas import check_replicas
+from meshwright_hf.callback import MeshwrightCallback, check_replicas
 from meshwright_hf.trainer import MeshwrightTrainer
 from support.models import build
 from support.trainers import LENGTH, Rows, arguments, fresh_accelerate

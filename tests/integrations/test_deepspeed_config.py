@@ -16,7 +16,7 @@ from meshwright.parallel.tensor_parallel.structure import describe
 from meshwright.roles import plan_for
 from meshwright_hf.deepspeed import deepspeed_mpu, initialize
 from meshwright_hf.deepspeed.complete_config import complete_config, read_config
-from meshwright_hf.deepspeed.mpu import check_norms, holds_first
+from meshwright_hf.deepspeed.engine import check_norms, holds_first
 from meshwright_hf.deepspeed.universal import affine_map
 from support.models import FAMILIES, build
 

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from datasets import Dataset, IterableDataset
 from datasets.distributed import split_dataset_by_node
 
-from meshwright.data.packed_dataset import PackedDataset, PackedShards
-from meshwright.data.packing import Packing
+from meshwright.data.packing import PackedDataset, PackedShards, Packing
 from meshwright.data.stream import ShardedStream
 from meshwright.errors import PeerFailedError
 from meshwright.mesh.axes import Axis

@@ -26,7 +26,7 @@ import meshwright as mw
 import meshwright_hf
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel.gradients.buckets import Bucket
-from meshwright.parallel.shards.reads import own_shape
+from meshwright.parallel.shards.stand_in import own_shape
 from support.exact import Float64, relative_difference
 from support.models import build, labels_for, tokens
 from support.parity import crossed

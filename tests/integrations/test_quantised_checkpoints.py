@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 import meshwright as mw
 import meshwright_hf
 from meshwright.checkpoint.one_device import safetensors_file
-from meshwright.parallel.shards.reads import reading_shards
+from meshwright.parallel.shards.stand_in import reading_shards
 from support.models import build, labels_for, tokens
 from support.tiers import crossings
 

@@ -25,14 +25,12 @@ from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from typer.testing import CliRunner
 
 import meshwright as mw
-from meshwright.checkpoint.files import staged_folder
-from meshwright.checkpoint.sealed.seal import Seal
-from meshwright.checkpoint.sealed.sealed_folder import check_seal
+from meshwright.checkpoint.files import local_disk
+from meshwright.checkpoint.sealed import Seal, check_seal
 from meshwright.cli import app
 from meshwright_hf.launch.job import JOB_VARIABLE, RESTARTED_VARIABLE
 from meshwright_hf.trainer.control import save_together_on_sigterm
-from meshwright_hf.trainer.folders import checkpoint_to_resume
-from meshwright_hf.trainer.state import PROGRESS, TrainerProgress
+from meshwright_hf.trainer.folders import PROGRESS, TrainerProgress, checkpoint_to_resume
 from support.kills import counted, endings, fingerprint, try_faults
 from support.tiers import crossing
 from support.trainers import Rows, Run, arguments, fresh_accelerate, make_trainer, run_trainer
@@ -380,7 +378,7 @@ def test_in_a_scheduler_s_job_the_stock_callback_does_not_take_the_signal(monkey
 def best_on_own_disk(folder: Path) -> str:
     own = folder / str(dist.get_rank())
     options: dict[str, Any] = {**SAVING, "eval_strategy": "steps", "eval_steps": 3, "load_best_model_at_end": True}
-    with pytest.raises(mw.CheckpointError) as error, mock.patch.object(staged_folder, "LATE", 0.2):
+    with pytest.raises(mw.CheckpointError) as error, mock.patch.object(local_disk, "LATE", 0.2):
         run_trainer(own, {"dp": 2}, evaluated=4, gradient_accumulation_steps=1, **options)
     return str(error.value)
 

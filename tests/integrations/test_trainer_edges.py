@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, Trainer, default_data_collator
 
 import meshwright as mw
 import meshwright_hf
-from meshwright.optim.state_parts import unwrapped
-from meshwright.plan.flat_offsets import flat_offsets
+from meshwright.optim.owners import unwrapped
+from meshwright.plan.parts import flat_offsets
 from support.models import build
 from support.tiers import crossing
 from support.trainers import Rows, Run, arguments, fresh_accelerate, run_trainer

@@ -14,10 +14,10 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 import meshwright as mw
 from meshwright.mesh.axes import Axis, Mesh
 from meshwright.optim.runtime import Runtime
-from meshwright_hf.trainer import MeshwrightTrainer, items
+from meshwright_hf.trainer import MeshwrightTrainer, accelerator
+from meshwright_hf.trainer.accelerator import ItemsUse
 from meshwright_hf.trainer.checks import check_arguments, check_run, check_trainer, config_of
-from meshwright_hf.trainer.items import ItemsUse
-from meshwright_hf.trainer.state import place_in_epoch
+from meshwright_hf.trainer.folders import place_in_epoch
 from support.models import build
 from support.trainers import Rows, arguments, fresh_accelerate
 
@@ -169,5 +169,5 @@ def test_a_replaced_compute_loss_does_not_hide_the_version(monkeypatch: pytest.M
     """With transformers from 5.19 on, the count of items would be divided twice by the ranks with the same rows."""
     own = Trainer.compute_loss
     monkeypatch.setattr(Trainer, "compute_loss", lambda self, *args, **kwargs: own(self, *args, **kwargs))
-    imported_later = runpy.run_path(items.__file__)
+    imported_later = runpy.run_path(accelerator.__file__)
     assert imported_later["ASKS_FOR_COPIES"] == ("get_tp_size" in own.__code__.co_names)

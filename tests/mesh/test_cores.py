@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.mesh import cores
+from meshwright.mesh import host
 
 V1 = ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")
 
@@ -30,14 +30,14 @@ def test_a_quota_of_cores(tmp_path: Path, files: dict[str, str], expected: int |
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert cores.container_cores(tmp_path) == expected
+    assert host.container_cores(tmp_path) == expected
 
 
 def test_the_smallest_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cores, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(host, "_CGROUPS", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
-    assert cores.core_count() == 8
+    assert host.core_count() == 8
     (tmp_path / "cpu.max").write_text("300000 100000")
-    assert cores.core_count() == 3
+    assert host.core_count() == 3
     (tmp_path / "cpu.max").write_text("6400000 100000")
-    assert cores.core_count() == 8
+    assert host.core_count() == 8

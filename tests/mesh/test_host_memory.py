@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.mesh import host_memory
+from meshwright.mesh import host
 
 V1 = "memory/memory.limit_in_bytes"
 LIMITED = {"memory.max": "9000\n", "memory.current": "7000\n"}
@@ -44,9 +44,9 @@ MEMINFO = "MemTotal:       100 kB\nMemFree:         10 kB\nMemAvailable:    60 k
 def test_the_smallest_limit_counts(
     meminfo: str | None, limits: dict[str, str], expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_memory, "_CGROUPS", tmp_path)
-    monkeypatch.setattr(host_memory, "_MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(host_memory, "_OWN", tmp_path / "own")
+    monkeypatch.setattr(host, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(host, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(host, "_OWN", tmp_path / "own")
     (tmp_path / "own").write_text("5:cpu,memory:/slurm/outside\n1:name=systemd:/user\n0::/job/step\n")
     monkeypatch.setattr(os, "sysconf", {"SC_AVPHYS_PAGES": 7, "SC_PAGE_SIZE": 512}.__getitem__)
     for name, text in limits.items():
@@ -54,4 +54,4 @@ def test_the_smallest_limit_counts(
         (tmp_path / name).write_text(text)
     if meminfo is not None:
         (tmp_path / "meminfo").write_text(meminfo)
-    assert host_memory.available_memory() == expected
+    assert host.available_memory() == expected

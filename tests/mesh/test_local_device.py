@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshwright.distribute.check_launch import check_devices
+from meshwright.distribute.check_arguments import check_devices
 from meshwright.errors import PlanError
 from meshwright.mesh import process_mesh
-from meshwright.mesh.local_device import check_device_num, check_one_rank_per_gpu, local_rank, warn_of_unused_gpus
+from meshwright.mesh.host import check_device_num, check_one_rank_per_gpu, local_rank, warn_of_unused_gpus
 from meshwright.mesh.process_group import backend_of_new_groups, device_for, wire_device
 from meshwright.mesh.process_mesh import ProcessMesh
 

@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from meshwright.checkpoint.one_device.whole_tensors import _hop
 from meshwright.context.key_exchange import _start_shift
-from meshwright.faults.group_timeouts import set_timeout
+from meshwright.faults.collective_log import set_timeout
 from meshwright.mesh.axes import Axis
 from meshwright.pipeline.links import Expected, Format, Links
-from meshwright.resharding.transfer import _exchange
+from meshwright.resharding.move import _exchange
 
 LARGE = 2**22  # elements that no socket buffers, so that a send needs its receiver
 

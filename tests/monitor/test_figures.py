@@ -17,10 +17,8 @@ from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.choose.picked_plan import plan_card
-from meshwright.monitor.card import Card, Comparison
-from meshwright.monitor.estimate import Estimate, Machine, candidate_of, estimate
-from meshwright.monitor.figures import Figures, RankFigures, StepFigures, together
-from meshwright.monitor.line import clock, line, say
+from meshwright.monitor.card import Card, Comparison, Estimate, Machine, candidate_of, estimate
+from meshwright.monitor.figures import Figures, RankFigures, StepFigures, clock, line, say, together
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.planner.job.shapes import describe
 from meshwright.planner.machine.hardware import Cluster, Coefficients, HardwareProfile, device

@@ -20,11 +20,10 @@ from typer.testing import CliRunner
 
 from meshwright.cli import app
 from meshwright.errors import PlanError
-from meshwright.monitor import report_server
+from meshwright.monitor import report as report_server
 from meshwright.monitor.records import RunLog
-from meshwright.monitor.report import page_of, report
+from meshwright.monitor.report import ReportServer, page_of, report
 from meshwright.monitor.report_data import alerts, report_data
-from meshwright.monitor.report_server import ReportServer
 from meshwright.monitor.run_folders import find_runs
 
 RUN: dict[str, Any] = {

@@ -20,7 +20,7 @@ import meshwright as mw
 from meshwright.mesh.axes import Axis
 from meshwright.optim.runtime import runtime_of
 from meshwright.optim.zero.flat_parameters import FlatShard
-from meshwright.optim.zero.ownership import EqualSlices
+from meshwright.optim.zero.segments import EqualSlices
 from meshwright.parallel.gradients.buckets import Bucket
 from support.exact import Float64, relative_difference
 from support.models import SIZES, tokens
@@ -150,13 +150,13 @@ def test_a_head_of_three_labels(plan: str, pool2: Any) -> None:
 
 
 def train_without_padding(plan: str) -> dict[str, Any]:
-    from meshwright.plan import flat_offsets
+    from meshwright.plan import parts
 
-    before, flat_offsets.ALIGNMENT = flat_offsets.ALIGNMENT, 1
+    before, parts.ALIGNMENT = parts.ALIGNMENT, 1
     try:
         return train(plan, torch.bfloat16)
     finally:
-        flat_offsets.ALIGNMENT = before
+        parts.ALIGNMENT = before
 
 
 def test_parameters_without_padding_would_be_caught(pool2: Any) -> None:

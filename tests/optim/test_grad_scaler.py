@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import meshwright as mw
 from meshwright.optim import attach_gradients
-from meshwright.parallel.gradients.loss_scale import LossScale
+from meshwright.parallel.gradients.summed import LossScale
 from support.exact import Float64, relative_difference
 from support.models import build, labels_for, tokens
 from support.own_gradients import on_arrival

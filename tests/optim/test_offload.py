@@ -16,7 +16,7 @@ import meshwright as mw
 from meshwright.checkpoint.format.background import Background
 from meshwright.optim import offload
 from meshwright.optim.offload import HostSteps
-from meshwright.optim.zero import host_copy
+from meshwright.optim.zero import segments
 from support.models import build, labels_for, tokens
 from support.own_gradients import on_arrival
 from support.tiers import crossings
@@ -122,7 +122,7 @@ def test_every_bit_is_that_of_the_plan_without_offload(name: str, pool2: Any) ->
 
 
 def without_masters(plan: dict[str, Any]) -> dict[str, torch.Tensor]:
-    with mock.patch.object(host_copy.HostCopy, "take_in", host_copy.HostCopy.refresh):
+    with mock.patch.object(segments.HostCopy, "take_in", segments.HostCopy.refresh):
         return train(plan)
 
 
@@ -166,13 +166,13 @@ def stepped_parts(plan: dict[str, Any]) -> list[int]:
     """How many parameters have a state when a bucket is sent, for each bucket."""
     _, optimizer = before_a_step(plan)
     calls = []
-    send = host_copy.HostCopy.send
+    send = segments.HostCopy.send
 
-    def sent(self: host_copy.HostCopy) -> None:
+    def sent(self: segments.HostCopy) -> None:
         calls.append(dict.__len__(optimizer.state))
         send(self)
 
-    with mock.patch.object(host_copy.HostCopy, "send", sent):
+    with mock.patch.object(segments.HostCopy, "send", sent):
         optimizer.step()
     return calls
 

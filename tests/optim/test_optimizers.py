@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 import meshwright as mw
-from meshwright.optim import thawing
+from meshwright.optim import trained_parameters
 from meshwright.optim.runtime import runtime_of
-from meshwright.optim.zero.ownership import EqualSlices
-from meshwright.plan.flat_offsets import flat_offsets
+from meshwright.optim.zero.segments import EqualSlices
+from meshwright.plan.parts import flat_offsets
 from support.exact import Float64, relative_difference
 from support.models import build, labels_for, tokens
 from support.optimizers import OfOneNorm, TrustRatio
@@ -345,7 +345,7 @@ class WholeParameters(EqualSlices):
 
 
 def train_with(ownership: type[EqualSlices], plan: dict[str, Any]) -> dict[str, torch.Tensor]:
-    with mock.patch.object(thawing, "EqualSlices", ownership):
+    with mock.patch.object(trained_parameters, "EqualSlices", ownership):
         return train(plan, TrustRatio, config={"optimizer_is_elementwise": True, "bucket_size_mb": 0.03})
 
 

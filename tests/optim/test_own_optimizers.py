@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import meshwright as mw
-from meshwright.optim.reads import ELEMENTWISE, Reads, is_known, reads_of
+from meshwright.optim.elementwise import ELEMENTWISE, Reads, is_known, reads_of
 from meshwright.optim.trial import why_not_apart
 from meshwright.parallel.shards.state_of_parts import ClosedState
 from support.exact import Float64, relative_difference

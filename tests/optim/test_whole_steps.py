@@ -12,7 +12,7 @@ from transformers import Adafactor
 
 import meshwright as mw
 from meshwright.optim import elementwise, whole_steps
-from meshwright.optim.reads import Reads
+from meshwright.optim.elementwise import Reads
 from support.anatomies import mixtral
 from support.exact import Float64, relative_difference
 from support.models import build, labels_for, tokens

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 import meshwright as mw
 from meshwright.errors import OptimizerMismatchError, PlanError
 from meshwright.mesh.axes import Mesh
-from meshwright.parallel.fake_passes.live_bytes import LiveBytes
+from meshwright.parallel.fake_passes.measured_shape import LiveBytes
 from meshwright.parallel.gradients.gradient_hooks import GradientHooks
 from meshwright.parallel.gradients.sync import GradientSync
 from support.exact import Float64, relative_difference

@@ -22,8 +22,13 @@ from meshwright.mesh.axes import Axis
 from meshwright.parallel import collectives
 from meshwright.parallel.collectives import all_gather, gather_rows, largest, reduce_scatter_rows
 from meshwright.parallel.experts import token_dispatchers
-from meshwright.parallel.experts.dispatch import ExpertDispatch
-from meshwright.parallel.experts.token_dispatchers import RunExperts, TokenDispatcher, add_rows, take_rows
+from meshwright.parallel.experts.token_dispatchers import (
+    ExpertDispatch,
+    RunExperts,
+    TokenDispatcher,
+    add_rows,
+    take_rows,
+)
 from meshwright.parallel.method_chain import add_step
 from support.anatomies import build, loader
 from support.exact import Float64, relative_difference

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 import meshwright as mw
-from meshwright.distribute.check_float8 import check_float8
-from meshwright.distribute.rows_apart import rows_are_apart
+from meshwright.distribute.quantised import check_float8, rows_are_apart
 from meshwright.facts import Facts
 from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.mesh.axes import Mesh

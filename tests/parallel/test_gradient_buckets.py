@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.mesh.axes import Axis
-from meshwright.optim.zero.ownership import EqualSlices
+from meshwright.optim.zero.segments import EqualSlices
 from meshwright.parallel.gradients.buckets import Bucket
 
 

@@ -25,7 +25,7 @@ import meshwright as mw
 from meshwright.errors import UnreadableTensorError
 from meshwright.mesh.axes import Axis
 from meshwright.optim.runtime import find_runtime
-from meshwright.parallel.fake_passes.live_bytes import LiveBytes
+from meshwright.parallel.fake_passes.measured_shape import LiveBytes
 from meshwright.parallel.losses.causal_lm import CausalLMLoss
 from meshwright.parallel.losses.chunked_head import ChunkedHeadLoss, ChunkedLoss
 from meshwright.parallel.losses.cross_entropy import Words

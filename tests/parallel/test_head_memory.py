@@ -8,11 +8,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.head_memory import model_on_meta, traced
 from meshwright.mesh.axes import Axis
-from meshwright.parallel.fake_passes.live_bytes import LiveBytes
+from meshwright.parallel.fake_passes.measured_shape import LiveBytes
 from meshwright.parallel.losses.chunked_head import ChunkedHeadLoss, ChunkedLoss
 from meshwright.parallel.losses.cross_entropy import Words
 from meshwright.plan.config import ParallelPlan
-from meshwright.tracing.fake_rank import traceable
+from meshwright.tracing.trace import traceable
 
 TOKENS, WIDTH, WORDS = 8192, 4096, 128_256
 

@@ -40,10 +40,10 @@ import meshwright as mw
 from meshwright.distribute.check_arguments import check_plan
 from meshwright.facts import Facts
 from meshwright.mesh.axes import Axis
+from meshwright.parallel.autograd_graph import with_loss
 from meshwright.parallel.batch.mean_over_ranks import GlobalMean
 from meshwright.parallel.losses.head_losses import LossKind, OutputLoss, find_loss
 from meshwright.parallel.losses.observed import ObservedLoss, observe_loss
-from meshwright.parallel.output_loss import with_loss
 from support.exact import Float64, relative_difference
 from support.logs import logged
 from support.models import SIZES, tokens

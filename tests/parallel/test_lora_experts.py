@@ -15,11 +15,11 @@ from torch import Tensor
 
 import meshwright as mw
 from meshwright.facts import Facts
-from meshwright.parallel.experts.routing_replay import ReplayedBlock
+from meshwright.parallel.experts.routers import ReplayedBlock
 from meshwright.parallel.method_chain import find_step
 from meshwright.plan.text import parse_plan
 from meshwright.roles.adapters import without_wrappers
-from meshwright.roles.blocks.adapted_experts import check_adapted_experts
+from meshwright.roles.blocks.experts import check_adapted_experts
 from support.anatomies import build, loader
 from support.exact import Float64
 from support.tiers import crossings

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import meshwright as mw
 from meshwright.mesh.axes import Axis
+from meshwright.parallel.async_numbers import require_words
 from meshwright.parallel.batch.mean_over_ranks import GlobalMean
-from meshwright.parallel.tensor_checks import require_words
 from support.exact import Float64, relative_difference
 from support.models import build, labels_for, tokens
 from support.short_programs import Plan, gradients_of, train

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright.distribute.check_quantised import check_quantised
+from meshwright.distribute.quantised import check_quantised
 from meshwright.facts import Facts
 from meshwright.layout.packed_weights import PackedMatrix, own_statistics
 from meshwright.layout.row_layout import RowLayout

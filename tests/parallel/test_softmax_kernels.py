@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.parallel.losses import softmax_kernels
+from meshwright.parallel.losses import cross_entropy
 from support.interpreted_kernels import CASES, DTYPES
 
 TRITON = Path(sys.prefix, "triton")  # where the Makefile puts it, apart from torch
@@ -38,13 +38,13 @@ def test_kernels_that_do_not_compile_are_told_once_and_left_out(monkeypatch: pyt
     def fail() -> None:
         raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.")
 
-    monkeypatch.setattr(softmax_kernels, "_has_triton", lambda: True)
-    monkeypatch.setattr(softmax_kernels, "_kernels", fail)
-    softmax_kernels._works.cache_clear()
+    monkeypatch.setattr(cross_entropy, "_has_triton", lambda: True)
+    monkeypatch.setattr(cross_entropy, "_kernels", fail)
+    cross_entropy._works.cache_clear()
     with pytest.warns(UserWarning, match="Failed to find C compiler.*install gcc") as caught:
-        assert [softmax_kernels._works(torch.device("cpu"), torch.float32) for _ in range(2)] == [False, False]
+        assert [cross_entropy._works(torch.device("cpu"), torch.float32) for _ in range(2)] == [False, False]
     assert len(caught) == 1
-    softmax_kernels._works.cache_clear()
+    cross_entropy._works.cache_clear()
 
 
 def found(shift: int) -> list[dict[str, float]]:

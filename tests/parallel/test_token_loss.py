@@ -11,7 +11,7 @@ import torch
 import meshwright as mw
 from conformance.families.models import DENSE, build
 from meshwright.errors import UnreadableTensorError
-from meshwright.parallel.losses.token_loss import calls_cross_entropy
+from meshwright.parallel.losses.causal_lm import calls_cross_entropy
 from support.exact import Float64, relative_difference
 from support.fused_loss import counting_fused_losses
 from support.models import labels_for, tokens

@@ -22,8 +22,7 @@ import meshwright as mw
 from meshwright.choose.picked_plan import why_not_cut
 from meshwright.parallel.fake_passes.sources import OUTSIDE
 from meshwright.pipeline.cut import cut_decoder
-from meshwright.pipeline.layer_inputs import crossing
-from meshwright.pipeline.layer_order import record_order
+from meshwright.pipeline.layer_order import crossing, record_order
 from meshwright.pipeline.links import Links
 from meshwright.roles import find_decoder
 from support import encoder_models

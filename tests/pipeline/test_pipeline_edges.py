@@ -22,7 +22,7 @@ from meshwright.context.region import ContextRegion
 from meshwright.layout.tensor_layout import layout_of
 from meshwright.optim.elementwise import check_elementwise
 from meshwright.optim.runtime import runtime_of
-from meshwright.parallel.shards.reads import reading_shards
+from meshwright.parallel.shards.stand_in import reading_shards
 from meshwright.pipeline.links import Links
 from support.exact import Float64
 from support.models import build, labels_for, tokens

@@ -17,14 +17,17 @@ from meshwright.plan.schedule import (
     SPLIT_BACKWARD,
     Kind,
     Operation,
+    Transfer,
     check,
     chunks_of,
     most_held,
     rank_of_stage,
     rank_operations,
+    received_by,
+    receiving_stage,
     stages_of_rank,
+    transfers,
 )
-from meshwright.plan.transfers import Transfer, received_by, receiving_stage, transfers
 
 _KINDS = {
     "FORWARD": Kind.FORWARD,

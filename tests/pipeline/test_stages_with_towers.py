@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import RoFormerConfig, RoFormerForCausalLM
 
 import meshwright as mw
-from meshwright.parallel.shards.reads import reading_shards
+from meshwright.parallel.shards.stand_in import reading_shards
 from meshwright.parallel.shards.state_of_parts import state_of
 from meshwright.pipeline.cut import cut_decoder
 from meshwright.roles import find_decoder

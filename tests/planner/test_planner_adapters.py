@@ -21,8 +21,7 @@ from meshwright.planner.machine.hardware import Cluster, Coefficients, device
 from meshwright.planner.memory.footprint import footprint
 from meshwright.planner.memory.held_states import exchanged
 from meshwright.planner.memory.peak import peak_memory, stage_memory, state_memory
-from meshwright.planner.search.search import search
-from meshwright.planner.search.simplicity import SIMPLER, TIE, complexity, in_order
+from meshwright.planner.search.search import SIMPLER, TIE, complexity, in_order, search
 from meshwright.planner.search.space import Space
 from meshwright.planner.time.step import StepModel
 from meshwright.tracing.trace import trace_step

@@ -10,11 +10,11 @@ import pytest
 import meshwright as mw
 from conformance.families.models import build as build_family
 from meshwright.choose.picked_plan import _refusals
-from meshwright.plan.context_methods import METHODS
+from meshwright.plan.parts import METHODS
 from meshwright.planner.answers import explain
 from meshwright.planner.context_cost import exchanges
 from meshwright.planner.job.candidate import Candidate, Job
-from meshwright.planner.job.family_traits import traits_of
+from meshwright.planner.job.layer_shape import traits_of
 from meshwright.planner.job.shapes import ModelShape
 from meshwright.planner.machine.hardware import Cluster, Coefficients, device
 from meshwright.planner.memory.peak import held_activations

@@ -21,8 +21,8 @@ from meshwright.planner.job.layer_shape import ExpertShape, LayerShape
 from meshwright.planner.job.shapes import ModelShape, describe, stated_experts
 from meshwright.planner.machine.hardware import Cluster, Coefficients, device
 from meshwright.planner.memory.activations import saved_activations
-from meshwright.planner.memory.bucket_sizes import parameters
 from meshwright.planner.memory.footprint import footprint
+from meshwright.planner.memory.held_states import parameters
 from meshwright.planner.memory.peak import peak_memory
 from meshwright.planner.page.data import describe_ranks, plan_command
 from meshwright.planner.search.search import search

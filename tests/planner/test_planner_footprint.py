@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import meshwright as mw
-from meshwright.choose.logits_in_training import logits_in_training
+from meshwright.choose.model_sizes import logits_in_training
 from meshwright.planner.expected_traffic import step_traffic
 from meshwright.planner.job.adapters import Lora
 from meshwright.planner.job.candidate import Candidate, Job

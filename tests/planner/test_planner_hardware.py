@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.choose.picked_plan import device_at_hand
-from meshwright.choose.run_profile import load_run_profile
+from meshwright.choose.picked_plan import device_at_hand, load_run_profile
 from meshwright.errors import PlanError
 from meshwright.planner.machine.devices import device_of_driver
 from meshwright.planner.machine.hardware import (

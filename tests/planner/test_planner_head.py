@@ -11,14 +11,13 @@ import torch
 import transformers
 
 from meshwright.mesh.axes import Axis
-from meshwright.parallel.fake_passes.live_bytes import LiveBytes
-from meshwright.parallel.losses.chunked_head import ChunkedHeadLoss, ChunkedLoss
+from meshwright.parallel.fake_passes.measured_shape import LiveBytes
+from meshwright.parallel.losses.chunked_head import Cast, ChunkedHeadLoss, ChunkedLoss, Scale, Tanh
 from meshwright.parallel.losses.cross_entropy import Words
-from meshwright.parallel.losses.logit_steps import Cast, Scale, Tanh
 from meshwright.planner.job.candidate import Candidate
-from meshwright.planner.job.family_traits import CASTS_CAPPED_LOGITS, CASTS_LOGITS, Traits, traits_of
+from meshwright.planner.job.layer_shape import CASTS_CAPPED_LOGITS, CASTS_LOGITS, Traits, traits_of
 from meshwright.planner.job.shapes import ModelShape
-from meshwright.planner.memory.head_memory import head_peak
+from meshwright.planner.memory.activations import head_peak
 
 pytestmark = pytest.mark.quick
 

@@ -23,13 +23,17 @@ from meshwright.planner.job.candidate import Candidate
 from meshwright.planner.machine.hardware import HardwareProfile
 from meshwright.planner.memory.peak import peak_memory
 from meshwright.planner.page import Answer, page, write_page
-from meshwright.planner.page.draw import PALETTE, PART_OF_AXIS
-from meshwright.planner.page.every_setting import Elsewhere, with_each_length, with_every_setting
 from meshwright.planner.page.listing import Listed, listed_plans, pareto
-from meshwright.planner.page.render import style
-from meshwright.planner.page.settings import PageSettings, Ranges, ranges
-from meshwright.planner.search.search import Search, search
-from meshwright.planner.search.simplicity import TIE
+from meshwright.planner.page.render import PALETTE, PART_OF_AXIS, style
+from meshwright.planner.page.settings import (
+    Elsewhere,
+    PageSettings,
+    Ranges,
+    ranges,
+    with_each_length,
+    with_every_setting,
+)
+from meshwright.planner.search.search import TIE, Search, search
 from meshwright.planner.time.simulate import SimulatedPipeline, pipeline_time
 from meshwright.planner.time.step import StepModel
 from support.pipeline_events import pipeline_events

@@ -14,7 +14,7 @@ from conformance.families.models import DENSE, model_class, model_types, tiny_co
 from meshwright.errors import PlanError
 from meshwright.planner.answers.notes import warnings_of
 from meshwright.planner.job.candidate import Job
-from meshwright.planner.job.family_traits import COMPARED
+from meshwright.planner.job.layer_shape import COMPARED
 from meshwright.planner.job.shapes import ModelShape, describe
 from meshwright.planner.machine.hardware import Cluster, device
 from meshwright.planner.search.search import search

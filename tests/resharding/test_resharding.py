@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from meshwright import ProcessMesh
-from meshwright.faults import same_call as agreement
-from meshwright.layout.blocks import copy_blocks, numel, packed
+from meshwright.faults import together as agreement
+from meshwright.layout.row_layout import copy_blocks, numel, packed
 from meshwright.resharding import layouts as layouts_module
-from meshwright.resharding import transfer
+from meshwright.resharding import move
 from meshwright.resharding.layouts import Layout
-from meshwright.resharding.transfer import plan, traffic, without_partial
+from meshwright.resharding.move import plan, traffic, without_partial
 from support.placements import EVERY, Case, lacking, shard_of
 
 pytestmark = pytest.mark.quick
@@ -36,7 +36,7 @@ def layouts(draw: st.DrawFn, partial: bool) -> Layout:
     return Layout(ProcessMesh(torch.tensor(ranks).view(mesh_shape)), tuple(placements))
 
 
-@pytest.mark.parametrize("module", [transfer, agreement, layouts_module])
+@pytest.mark.parametrize("module", [move, agreement, layouts_module])
 def test_examples_in_the_docstrings_hold(module):
     results = doctest.testmod(module)
     assert results.attempted > 0

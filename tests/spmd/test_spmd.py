@@ -189,7 +189,7 @@ def test_a_planted_fault_is_named(fault: str) -> None:
 
 def test_a_parameter_in_no_reduction_is_named() -> None:
     """A gradient that stays one data-parallel rank's own."""
-    from meshwright.optim import thawing as trained
+    from meshwright.optim import trained_parameters as trained
 
     def all_but_one(parameters: Any, **options: Any) -> list[Bucket]:
         return original([p for p in parameters if "lm_head" not in p.meshwright.name], **options)

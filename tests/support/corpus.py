@@ -25,8 +25,8 @@ from torch.utils.data import DataLoader
 
 import meshwright as mw
 from harness import WorkerPool
+from meshwright.optim.owners import parts_of
 from meshwright.optim.runtime import runtime_of
-from meshwright.optim.state_parts import parts_of
 from support.models import build, labels_for, tokens
 
 FOLDER = Path(__file__).parents[1] / "checkpoint" / "corpus"

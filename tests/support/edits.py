@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.checkpoint.files.reading import digest
-from meshwright.checkpoint.format.manifest import NAME
+from meshwright.checkpoint.format.checkpoint_folders import NAME
 from meshwright.checkpoint.one_device.optimizer_manifest import NAME as OPTIMIZER
-from meshwright.checkpoint.sealed.seal import NAME as SEAL
+from meshwright.checkpoint.sealed import NAME as SEAL
 from support.hostile import INDEX, TENSORS
 
 Path_ = tuple[str | int, ...]

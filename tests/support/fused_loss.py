@@ -10,7 +10,7 @@ from unittest import mock
 from torch import Tensor
 
 from meshwright.parallel.losses.chunked_head import ChunkedHeadLoss
-from meshwright.plan import head_chunks
+from meshwright.plan import parts
 
 
 @contextlib.contextmanager
@@ -25,7 +25,7 @@ def counting_fused_losses(*, tokens_per_chunk: int) -> Iterator[list[int]]:
         return result
 
     with (
-        mock.patch.object(head_chunks, "_FEWEST", tokens_per_chunk),
+        mock.patch.object(parts, "_FEWEST", tokens_per_chunk),
         mock.patch.object(ChunkedHeadLoss, "apply", counted),
     ):
         yield runs

@@ -23,7 +23,7 @@ import meshwright as mw
 from harness.programs import FAULT, mark_fault
 from meshwright.checkpoint.format.part_files import RankPart
 from meshwright.distribute import to_distributed
-from meshwright_hf.launch.network import free_port
+from meshwright_hf.launch.job import free_port
 from support.ending import TIMEOUT
 from support.models import build, tokens
 

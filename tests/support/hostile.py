@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.checkpoint.files.reading import digest
-from meshwright.checkpoint.format.manifest import NAME
+from meshwright.checkpoint.format.checkpoint_folders import NAME
 
 Change = Callable[[Path], Any]
 TENSORS, INDEX = "part-00000.safetensors", "part-00000.json"

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.mesh.axes import Axis
-from meshwright.parallel.losses import softmax_kernels
+from meshwright.parallel.losses import cross_entropy
 from meshwright.parallel.losses.chunked_head import ChunkedHeadLoss, ChunkedLoss
 from meshwright.parallel.losses.cross_entropy import Words, exponentials_, gradient_
 
@@ -102,6 +102,6 @@ def _largest(x: Tensor) -> float:
 
 
 if __name__ == "__main__":
-    softmax_kernels._BLOCK = BLOCK  # several blocks of words for a few of them
-    softmax_kernels.has_kernels = lambda x: x.dtype != torch.float64  # also on the CPU
+    cross_entropy._BLOCK = BLOCK  # several blocks of words for a few of them
+    cross_entropy.has_kernels = lambda x: x.dtype != torch.float64  # also on the CPU
     print(json.dumps([asdict(errors(case, int(sys.argv[1]))) for case in CASES]))

@@ -22,15 +22,15 @@ from meshwright.checkpoint.one_device import whole_tensors
 from meshwright.layout.row_layout import RowLayout
 from meshwright.layout.tensor_layout import TensorLayout, layout_of
 from meshwright.mesh.axes import Axis, Mesh
-from meshwright.optim import elementwise, gradients, thawing
-from meshwright.optim.reads import Reads
+from meshwright.optim import elementwise, gradients, trained_parameters
+from meshwright.optim.elementwise import Reads
 from meshwright.optim.zero.zero_optimizer import ReduceScatter
 from meshwright.parallel.autograd_graph import in_backward
-from meshwright.parallel.experts import dispatch as expert_dispatch
 from meshwright.parallel.experts import load_balancing
 from meshwright.parallel.experts import slices as expert_slices
-from meshwright.parallel.experts.dispatch import ExpertDispatch
+from meshwright.parallel.experts import token_dispatchers as expert_dispatch
 from meshwright.parallel.experts.slices import OutputBiasOnce
+from meshwright.parallel.experts.token_dispatchers import ExpertDispatch
 from meshwright.parallel.gradients.buckets import Bucket
 from meshwright.parallel.tensor_parallel.block_boundary import BlockHooks
 from meshwright.plan.text import parse_plan
@@ -73,8 +73,10 @@ def _calls(change: Callable[..., tuple[Any, ...]]) -> Plant:
 
 
 def _undivided() -> AbstractContextManager[object]:
-    make = thawing.GradientSync
-    return mock.patch.object(thawing, "GradientSync", lambda *args, scale=1.0, **options: make(*args, **options))
+    make = trained_parameters.GradientSync
+    return mock.patch.object(
+        trained_parameters, "GradientSync", lambda *args, scale=1.0, **options: make(*args, **options)
+    )
 
 
 def _own_statistics(*axes: str) -> Plant:

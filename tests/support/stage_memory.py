@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
-from meshwright.parallel.fake_passes.live_bytes import LiveBytes
+from meshwright.parallel.fake_passes.measured_shape import LiveBytes
 from meshwright.parallel.gradients.summed import SummedGradients
-from meshwright.parallel.shards.reads import reading_shards
+from meshwright.parallel.shards.stand_in import reading_shards
 from meshwright.pipeline.executor import Step, WeightGradients
 from meshwright.plan.schedule import Kind, Operation
 

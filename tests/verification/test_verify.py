@@ -21,9 +21,8 @@ from typer.testing import CliRunner
 
 import meshwright as mw
 from meshwright.cli import app
-from meshwright.verification.smaller_plan import smaller_plan
-from meshwright_hf.narrower_configs import narrower_configs
-from meshwright_hf.short_model import ConfigFile, ShortModel, short_model
+from meshwright.verification.verify import smaller_plan
+from meshwright_hf.short_model import ConfigFile, ShortModel, narrower_configs, short_model
 from support import planted
 from support.models import SIZES, build
 from support.tiers import crossing

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import meshwright as mw
-from meshwright.checkpoint.files.lineage import Lineage, Mark
-from meshwright.checkpoint.sealed.seal import NAME as SEAL
-from meshwright.checkpoint.sealed.sealed_folder import sealed_folder
+from meshwright.checkpoint.files.reading import Lineage, Mark
+from meshwright.checkpoint.sealed import NAME as SEAL
+from meshwright.checkpoint.sealed import sealed_folder
 from meshwright.compiling import without_compilation
 from meshwright.data.nested import map_tensors
 from meshwright.faults.together import succeed_together
@@ -31,10 +31,9 @@ from meshwright.plan.loader_options import LoaderOptions
 from meshwright.temporarily import temporarily
 from meshwright_hf.accelerate import state
 from meshwright_hf.accelerate.checks import check_num_processes
-from meshwright_hf.accelerate.folders import folder_to_load, folder_to_save, remove_oldest
-from meshwright_hf.accelerate.planned_loader import PlannedLoader, plan_loader
-from meshwright_hf.accelerate.scheduler import PlannedScheduler
-from meshwright_hf.gathering import gather_tensors, gather_values, has_only_tensors
+from meshwright_hf.accelerate.planned_loader import PlannedLoader, PlannedScheduler, plan_loader
+from meshwright_hf.accelerate.state import folder_to_load, folder_to_save, remove_oldest
+from meshwright_hf.batches import gather_tensors, gather_values, has_only_tensors
 
 
 class InAutocast(ChainStep):

@@ -14,7 +14,7 @@ from accelerate.utils import DistributedType, DynamoBackend
 from accelerate.utils.dataclasses import FP8BackendType
 from torch import nn
 
-from meshwright.distribute.check_quantised import is_packed, is_quantised, method_of
+from meshwright.distribute.quantised import is_packed, is_quantised, method_of
 from meshwright.errors import AlreadyDistributedError, PlanError
 from meshwright.mesh.process_group import world_size
 from meshwright.plan.config import ParallelPlan

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 
-from meshwright.choose.plan_file import PLAN_VARIABLE, plan_line
+from meshwright.choose.given_plan import PLAN_VARIABLE, plan_line
 from meshwright.planner.job.candidate import Candidate
 from meshwright.planner.machine.hardware import Cluster
 from meshwright.printable import printable

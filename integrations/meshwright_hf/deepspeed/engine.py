@@ -1,4 +1,7 @@
-"""``initialize`` shards a model over tp by a plan, and then calls ``deepspeed.initialize``."""
+"""``initialize`` shards a model over tp by a plan, and then calls ``deepspeed.initialize``.
+
+Describes the model's tensor parallelism to DeepSpeed, by an ``mpu`` object and a mark on parameters.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +15,25 @@ from typing import Any
 import deepspeed.ops
 import torch
 import torch.distributed as dist
-from deepspeed import initialize as initialize_stock  # the stock function, even while deepspeed_mpu replaces it
+from deepspeed import initialize as initialize_stock
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero import GatheredParameters
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from meshwright.checkpoint.one_device.whole_tensors import full_state_dict as state_dict_of
 from meshwright.choose.given_plan import resolve_plan
-from meshwright.distribute.check_launch import check_launch
+from meshwright.distribute.check_arguments import check_launch
 from meshwright.distribute.to_distributed import to_distributed
 from meshwright.errors import AlreadyDistributedError, PlanError
 from meshwright.faults.equal_errors import say_equal_texts_once
 from meshwright.faults.interpose import own_collectives
-from meshwright.mesh.local_device import local_rank
+from meshwright.layout.row_layout import RowLayout
+from meshwright.layout.tensor_layout import layout_of
+from meshwright.mesh.axes import Axis
+from meshwright.mesh.host import local_rank
 from meshwright.mesh.process_group import device_for, ensure_process_group, world_size
 from meshwright.optim.elementwise import check_elementwise
 from meshwright.optim.runtime import Runtime, Watch, find_runtime, runtime_of
@@ -35,9 +42,98 @@ from meshwright.plan.config import ParallelPlan, PlanLike, ToDistributedConfig
 from meshwright.roles import plan_for
 from meshwright.roles.adapters import without_wrappers
 from meshwright_hf.deepspeed.complete_config import BATCH, complete_config, read_config
-from meshwright_hf.deepspeed.mpu import ModelParallelUnit, check_norms, mark_parameters
 from meshwright_hf.deepspeed.universal import adapt_universal_loading, describe_for_universal
 from meshwright_hf.versions import warn_outside_range
+
+
+class ModelParallelUnit:
+    """Describes the mesh to DeepSpeed; it has the methods of Megatron's model-parallel unit (``mpu``).
+
+    Args:
+        tp: the axis over which layers are sharded; DeepSpeed calls it model parallel.
+        dp: the axis over which DeepSpeed averages gradients and shards states.
+    """
+
+    def __init__(self, tp: Axis, dp: Axis):
+        self._tp, self._dp = tp, dp
+
+    def get_model_parallel_rank(self) -> int:
+        return self._tp.rank
+
+    def get_model_parallel_world_size(self) -> int:
+        return self._tp.size
+
+    def get_model_parallel_group(self) -> ProcessGroup | None:
+        return _group_of(self._tp)
+
+    get_tensor_model_parallel_rank = get_model_parallel_rank
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+    get_tensor_model_parallel_group = get_model_parallel_group
+
+    def get_data_parallel_rank(self) -> int:
+        return self._dp.rank
+
+    def get_data_parallel_world_size(self) -> int:
+        return self._dp.size
+
+    def get_data_parallel_group(self) -> ProcessGroup | None:
+        return _group_of(self._dp)
+
+
+def _group_of(axis: Axis) -> ProcessGroup | None:
+    """Return the process group of an axis; the world's group if there is only one process."""
+    return axis.group if axis.group is not None else dist.group.WORLD
+
+
+def mark_parameters(model: nn.Module) -> None:
+    """Mark on each parameter whether this rank's gradient counts in DeepSpeed's norm.
+
+    For parameters with ``tensor_model_parallel``, DeepSpeed adds the norms of all model-parallel ranks. For other
+    parameters it uses only the norm of rank 0. A key/value head that several ranks hold is marked only on the first of
+    these ranks, so that it counts once.
+    """
+    for parameter in model.parameters():
+        layout = layout_of(parameter)
+        if layout.is_sharded:
+            parameter.tensor_model_parallel = holds_first(layout.over("tp"), layout.rank("tp"))  # type: ignore[attr-defined]
+
+
+def holds_first(rows: RowLayout, rank: int) -> bool | None:
+    """Return whether the rank is the first to hold its rows; None if this is true for only some of the rows.
+
+    Example:
+        >>> one_kv_head = RowLayout(0, 8, (((0, 8),), ((0, 8),)))
+        >>> holds_first(one_kv_head, 0), holds_first(one_kv_head, 1)
+        (True, False)
+    """
+    times = torch.zeros(rows.size, dtype=torch.int32)
+    for spans in rows.spans[: rank + 1]:
+        for start, stop in spans:
+            times[start:stop] += 1
+    own = torch.zeros(rows.size, dtype=torch.int32)
+    for start, stop in rows.spans[rank]:
+        own[start:stop] += 1
+    if bool((own > 1).any()):
+        return None
+    is_first = times[own > 0] == 1
+    return None if is_first.any() and not is_first.all() else bool(is_first.all())
+
+
+def check_norms(layouts: dict[str, RowLayout]) -> None:
+    """Raise if DeepSpeed cannot count each row of the sharded parameters once in its gradient norm.
+
+    Raises:
+        PlanError: if there is such a parameter; the message names it.
+    """
+    for name, rows in layouts.items():
+        if not rows.is_replicated and any(holds_first(rows, rank) is None for rank in range(len(rows.spans))):
+            raise PlanError(
+                f"{name}: with tp={len(rows.spans)} some ranks hold key/value heads of their own next to ones that "
+                "another rank holds too, but DeepSpeed counts a parameter in the gradient norm wholly or not at all. "
+                "Use a ParallelPlan.tp that divides the number of key/value heads (or, for separate k and v "
+                "projections, a multiple of it), or to_distributed without DeepSpeed"
+            )
+
 
 ENGINE = "DeepSpeed"
 

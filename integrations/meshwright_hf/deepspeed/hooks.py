@@ -15,7 +15,7 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 
-from meshwright.distribute.check_launch import check_launch
+from meshwright.distribute.check_arguments import check_launch
 from meshwright.errors import PlanError
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright_hf.deepspeed.complete_config import BATCH, STEPS, read_config

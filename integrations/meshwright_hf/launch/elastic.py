@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.launcher import api as torch_launcher
 
 from meshwright.faults.preemption import PREEMPTED, SIGNALS
-from meshwright_hf.launch import network
+from meshwright_hf.launch import job as network
 from meshwright_hf.launch.job import LAUNCH_VARIABLE, RESTARTED_VARIABLE, Launch, launch_name, say
 from meshwright_hf.launch.tied_to_launcher import tied
 

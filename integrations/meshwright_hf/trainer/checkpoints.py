@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright.checkpoint.files.lineage import Lineage, Mark
 from meshwright.checkpoint.files.place import local_path
+from meshwright.checkpoint.files.reading import Lineage, Mark
 from meshwright.checkpoint.format.load_checkpoint import show_loaded
 from meshwright.checkpoint.format.object_states import check_state_of
 from meshwright.checkpoint.one_device.stock_optimizer import load_stock_optimizer, read_pickle
-from meshwright.checkpoint.sealed.seal import NAME as SEAL
-from meshwright.checkpoint.sealed.sealed_folder import check_seal, close_seal, sealed_folder
+from meshwright.checkpoint.sealed import NAME as SEAL
+from meshwright.checkpoint.sealed import check_seal, close_seal, sealed_folder
 from meshwright.data.loader import DistributedLoader
 from meshwright.errors import CheckpointError
 from meshwright.faults.together import on_first_rank, succeed_together
@@ -35,19 +35,21 @@ from meshwright_hf.launch.job import LAUNCH_VARIABLE
 from meshwright_hf.trainer.checks import StockTrainer
 from meshwright_hf.trainer.control import Control
 from meshwright_hf.trainer.data import rest_of_epoch
-from meshwright_hf.trainer.folders import checkpoint_to_resume, is_sealed, rotate
-from meshwright_hf.trainer.state import (
+from meshwright_hf.trainer.folders import (
     OPTIMIZER,
     SCHEDULER,
     STATE,
     STOCK_OPTIMIZER,
     TrainerProgress,
+    checkpoint_to_resume,
     encoded_draws,
+    is_sealed,
     load_random_state_of_first,
     load_weights,
     place_in_epoch,
     random_files,
     read_random,
+    rotate,
     save_weights,
 )
 

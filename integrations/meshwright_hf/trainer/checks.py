@@ -18,7 +18,7 @@ from transformers.trainer_callback import CallbackHandler
 from meshwright.checkpoint.files.place import local_path
 from meshwright.compiling import without_compilation
 from meshwright.distribute.attach_optimizer import plan_to_complete
-from meshwright.distribute.check_quantised import is_packed, is_quantised, method_of
+from meshwright.distribute.quantised import is_packed, is_quantised, method_of
 from meshwright.errors import PlanError
 from meshwright.mesh.process_group import world_size
 from meshwright.optim.runtime import Runtime, find_runtime, runtime_of

@@ -22,8 +22,16 @@ from meshwright.optim.runtime import Runtime
 from meshwright.parallel.batch.items import BatchFormat
 from meshwright.parallel.batch.share import BatchShare, yield_next
 from meshwright.plan.loader_options import LoaderOptions
-from meshwright_hf.batches import batch_size_of, global_batches, one_ahead, order_by_seed_and_epoch, seed_workers_alike
-from meshwright_hf.gathering import gather_tensors, gather_values, has_only_tensors
+from meshwright_hf.batches import (
+    batch_size_of,
+    gather_tensors,
+    gather_values,
+    global_batches,
+    has_only_tensors,
+    one_ahead,
+    order_by_seed_and_epoch,
+    seed_workers_alike,
+)
 
 
 def mesh_loader(

@@ -23,13 +23,12 @@ from meshwright.mesh.process_group import leave_process_group, world_size
 from meshwright.optim.runtime import Runtime, find_runtime
 from meshwright.parallel.forward.compiled_layers import CompilableLayers
 from meshwright.parallel.forward.uneven_batches import UnevenBatches
-from meshwright.parallel.losses.batch_loss import BatchLoss
+from meshwright.parallel.losses.causal_lm import BatchLoss
 from meshwright.plan.config import NumItems, PlanLike, ToDistributedConfig
 from meshwright.temporarily import temporarily
-from meshwright_hf.batches import global_batches
+from meshwright_hf.batches import global_batches, has_only_tensors
 from meshwright_hf.callback import MeshwrightCallback
-from meshwright_hf.gathering import has_only_tensors
-from meshwright_hf.trainer.accelerator import become_trainers
+from meshwright_hf.trainer.accelerator import ASKS_FOR_COPIES, ItemsUse, become_trainers
 from meshwright_hf.trainer.checkpoints import CheckpointMixin
 from meshwright_hf.trainer.checks import (
     arguments_of,
@@ -42,14 +41,24 @@ from meshwright_hf.trainer.checks import (
     has_own_loss,
     renew_options,
 )
-from meshwright_hf.trainer.control import Control, save_together_on_sigterm
+from meshwright_hf.trainer.control import (
+    Control,
+    count_from,
+    figures_for,
+    save_together_on_sigterm,
+    show_run,
+    without_lines,
+)
 from meshwright_hf.trainer.data import gather_rows, mesh_loader
-from meshwright_hf.trainer.evaluation import EvaluationLoss
-from meshwright_hf.trainer.figures import count_from, figures_for, show_run, without_lines
-from meshwright_hf.trainer.fused_head import balance_fused_head, gather_for_fused_head
-from meshwright_hf.trainer.items import ASKS_FOR_COPIES, ItemsUse
-from meshwright_hf.trainer.smoothing import smoothing, takes_smoothing
-from meshwright_hf.trainer.trl_trainers import check_last_batch, check_trl, whole_loader, with_global_batch
+from meshwright_hf.trainer.evaluation import EvaluationLoss, smoothing, takes_smoothing
+from meshwright_hf.trainer.trl_trainers import (
+    balance_fused_head,
+    check_last_batch,
+    check_trl,
+    gather_for_fused_head,
+    whole_loader,
+    with_global_batch,
+)
 from meshwright_hf.versions import warn_outside_range
 
 logger = logging.getLogger(__name__)

@@ -3,6 +3,8 @@
 Pipeline stages may be picked only for some models. What shows without a forward pass is decided before the search. If
 the first choice has stages, the model's forward runs once on tensors without values. If its layers cannot be cut, a
 search without stages follows.
+
+The hardware profile of a training run, which must have been measured with the run's processes.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import os
 import random
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -21,18 +24,14 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
 from meshwright.choose.given_plan import with_sequence_parallel
-from meshwright.choose.logits_in_training import logits_in_training
-from meshwright.choose.model_sizes import against_tensor, describe_model
-from meshwright.choose.optimizer_kind import kind_of
-from meshwright.choose.run_profile import load_run_profile
+from meshwright.choose.model_sizes import against_tensor, describe_model, kind_of, logits_in_training
 from meshwright.context.check_method import check_method
-from meshwright.context.record import record_context
-from meshwright.context.token_wise import check_token_wise
+from meshwright.context.record import check_token_wise, record_context
 from meshwright.data.nested import leaves
 from meshwright.errors import OptimizerMismatchError, PlanError
 from meshwright.facts import Facts
 from meshwright.faults.together import on_first_rank
-from meshwright.mesh.host_memory import available_memory
+from meshwright.mesh.host import available_memory
 from meshwright.mesh.process_group import node_count, world_size
 from meshwright.mesh.rank_grid import AXES
 from meshwright.optim.elementwise import check_reads, declared
@@ -52,13 +51,57 @@ from meshwright.planner.job.candidate import Candidate, Job
 from meshwright.planner.job.optimizers import OptimizerKind
 from meshwright.planner.machine.devices import Device, device_of_driver
 from meshwright.planner.machine.hardware import CATALOGUE, Cluster, HardwareProfile
-from meshwright.planner.search.search import TIED, Choice, Search, search
-from meshwright.planner.search.simplicity import TIE
+from meshwright.planner.search.search import TIE, TIED, Choice, Search, search
 from meshwright.planner.search.space import Space
 from meshwright.progress import is_first_rank
 from meshwright.roles import Decoder, plan_for
 from meshwright.roles.adapters import check_methods, without_wrappers
-from meshwright.roles.blocks.adapted_experts import check_adapted_experts
+from meshwright.roles.blocks.experts import check_adapted_experts
+
+PROFILE_FILE = "machine.json"  # the file that messages propose for a profile
+
+
+def calibrate_command(*, processes: int, nodes: int = 1, path: str | os.PathLike[str] = PROFILE_FILE) -> str:
+    """Return the command that measures a machine for a run.
+
+    Args:
+        processes: number of processes per node.
+        nodes: number of nodes.
+        path: file of the profile.
+
+    Example:
+        >>> calibrate_command(processes=4)
+        'meshwright calibrate --processes 4 --output machine.json'
+    """
+    if nodes > 1:
+        launched = f"torchrun --nnodes {nodes} --nproc-per-node {processes} ... -m meshwright.cli calibrate"
+    else:
+        launched = f"meshwright calibrate --processes {processes}"
+    return f"{launched} --output {os.fspath(path)}"
+
+
+def load_run_profile(path: str | os.PathLike[str], *, processes: int, nodes: int = 1) -> HardwareProfile:
+    """Read a profile, and check that it is valid for a run.
+
+    Args:
+        path: file of the profile.
+        processes: number of the run's processes per node.
+        nodes: number of its nodes.
+
+    Raises:
+        PlanError: if the file holds no profile, or the profile was measured with other processes.
+    """
+    command = calibrate_command(processes=processes, nodes=nodes, path=path)
+    profile = HardwareProfile.load(path, command=command)
+    if profile.device is None:
+        return profile
+    reason = profile.against_processes(processes)
+    if reason is None and nodes > 1 and profile.nodes == 1:
+        reason = f"profile {profile.name!r} measured one node, but this run has {nodes} nodes"
+    if reason is not None:
+        raise PlanError(f"{path}: {reason}. Measure with {command}")
+    return profile
+
 
 logger = logging.getLogger(__name__)
 

@@ -10,11 +10,9 @@ import typer
 
 from meshwright import __version__
 from meshwright.cli import calibrate, doctor, export, launch, plan, trace_cuda, verify
-from meshwright.cli.failures import run_with_json_errors
-from meshwright.cli.grouped_help import Command
+from meshwright.cli.command import Command, run_with_json_errors, say
 from meshwright.cli.inspect import inspect
 from meshwright.cli.report import report
-from meshwright.cli.say import say
 
 app = typer.Typer(
     context_settings={"token_normalize_func": lambda word: word.replace("_", "-")},  # --seq_len is --seq-len

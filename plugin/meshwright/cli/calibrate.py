@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from meshwright.cli.failures import failures_of
-from meshwright.cli.say import say
+from meshwright.cli.command import failures_of, say
 
 
 def calibrate(
@@ -42,7 +41,7 @@ def calibrate(
     """
     with failures_of("calibrate", json=json, interrupted="interrupted; nothing was written"):
         from meshwright.calibration.measure import calibrate as measure
-        from meshwright.calibration.profile_report import report
+        from meshwright.calibration.measure import report
 
         if not output.parent.is_dir():
             raise ValueError(f"--output {output}: there is no directory {output.parent}; create it")

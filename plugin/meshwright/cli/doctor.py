@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from meshwright.cli.say import say
+from meshwright.cli.command import say
 
 
 def doctor(json: Annotated[bool, typer.Option(help="Print the findings as JSON.")] = False) -> None:

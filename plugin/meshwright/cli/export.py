@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from meshwright.cli.failures import failures_of
-from meshwright.cli.say import say
+from meshwright.cli.command import failures_of, say
 
 
 class Dtype(enum.StrEnum):

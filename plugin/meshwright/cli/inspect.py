@@ -9,8 +9,7 @@ from typing import Annotated
 
 import typer
 
-from meshwright.cli.failures import failures_of
-from meshwright.cli.say import say
+from meshwright.cli.command import failures_of, say
 
 
 def inspect(
@@ -45,8 +44,7 @@ def _inspect(named: str, check: bool, json: bool) -> int:
     # Imported here so that --help is fast.
     from meshwright.checkpoint.files.place import place
     from meshwright.checkpoint.format.checkpoint_folders import find_checkpoint, is_checkpoint, newest_checkpoint
-    from meshwright.checkpoint.inspect.foreign_checkpoint import find_foreign
-    from meshwright.checkpoint.inspect.inspect_checkpoint import inspect_checkpoint
+    from meshwright.checkpoint.inspect.inspect_checkpoint import find_foreign, inspect_checkpoint
     from meshwright.checkpoint.inspect.inspection_report import as_dict, as_text, listing, listing_lines
     from meshwright.errors import CheckpointError
 
@@ -71,7 +69,7 @@ def _inspect(named: str, check: bool, json: bool) -> int:
 
 def _inspect_foreign(folders: list[Path], check: bool, json: bool) -> int:
     """Show the newest whole checkpoint of the Trainer or of accelerate, or the newest one if none is whole."""
-    from meshwright.checkpoint.inspect.foreign_checkpoint import foreign_dict, foreign_text, inspect_foreign
+    from meshwright.checkpoint.inspect.inspect_checkpoint import foreign_dict, foreign_text, inspect_foreign
 
     found = inspect_foreign(folders[-1], reads_tensors=check)
     for folder in reversed(folders[:-1]):

@@ -15,9 +15,7 @@ from typing import Annotated
 
 import typer
 
-from meshwright.cli.failures import failures_of, print_error
-from meshwright.cli.options import PlanSizes, option, takes_options
-from meshwright.cli.say import say
+from meshwright.cli.command import PlanSizes, failures_of, option, print_error, say, takes_options
 
 
 class MixedPrecision(StrEnum):

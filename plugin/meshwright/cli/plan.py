@@ -9,9 +9,7 @@ from typing import Annotated
 
 import typer
 
-from meshwright.cli.failures import failures_of
-from meshwright.cli.grouped_help import GroupedCommand, GroupedCommands
-from meshwright.cli.options import HIDDEN, PlanSizes, takes_options
+from meshwright.cli.command import HIDDEN, GroupedCommand, GroupedCommands, PlanSizes, failures_of, say, takes_options
 from meshwright.cli.plan_answers import (
     Outputs,
     PageOutputs,
@@ -22,7 +20,6 @@ from meshwright.cli.plan_answers import (
     answer_sweep,
 )
 from meshwright.cli.plan_inputs import RUN_PANEL, JobOptions, PlanQuestion, RunOptions, SearchOptions, own_plans
-from meshwright.cli.say import say
 from meshwright.errors import PlanError
 
 app = typer.Typer(cls=GroupedCommands, invoke_without_command=True, rich_markup_mode=None)

@@ -17,17 +17,14 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from meshwright.cli.options import option
-from meshwright.cli.pages import check_pages
+from meshwright.cli.command import check_pages, option, say
 from meshwright.cli.plan_inputs import PlanQuestion
-from meshwright.cli.say import say
 from meshwright.errors import PlanError
 from meshwright.printable import shell_word
 
 if TYPE_CHECKING:
     from meshwright.planner.answers.explain import Change
-    from meshwright.planner.answers.sweep import SweepRow
-    from meshwright.planner.answers.trainings import TrainingWay
+    from meshwright.planner.answers.sweep import SweepRow, TrainingWay
     from meshwright.planner.job.candidate import Candidate, Job
     from meshwright.planner.machine.hardware import Cluster
     from meshwright.planner.search.search import Search
@@ -153,8 +150,7 @@ def _searching() -> contextlib.AbstractContextManager[object]:
 def _write_page(
     question: PlanQuestion, outputs: PageOutputs, found: Search, changed: Sequence[Change], compared: list[TrainingWay]
 ) -> None:
-    from meshwright.planner.answers.sweep import no_fit_of
-    from meshwright.planner.answers.trainings import training_rows
+    from meshwright.planner.answers.sweep import no_fit_of, training_rows
     from meshwright.planner.page import Answer, write_page
 
     html, options = outputs.html, question.options
@@ -319,7 +315,7 @@ def _check_runs(found: Search, outputs: Outputs) -> None:
 
 def _finish(question: PlanQuestion, found: Search, outputs: Outputs) -> None:
     if outputs.save is not None:
-        from meshwright.choose.plan_file import save_plan
+        from meshwright.choose.given_plan import save_plan
 
         best = found.choices[0]
         comment = (
@@ -346,7 +342,7 @@ def _emitted(found: Search, emit: Emit, save: Path | None) -> str:
     precision = "no" if found.job.activation_bytes == 4 else found.job.precision
     # Imported by name, since the core works without accelerate and must not import it.
     if emit is Emit.accelerate:
-        config = importlib.import_module("meshwright_hf.launch.accelerate_config")
+        config = importlib.import_module("meshwright_hf.launch.launcher")
         return str(config.accelerate_config(plan, cluster, saved=save, mixed_precision=precision))
     jobs = importlib.import_module("meshwright_hf.cluster_files.cluster_job")
     job = jobs.ClusterJob(plan=plan, cluster=cluster, mixed_precision=precision, model=found.shape.name)

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshwright.cli.options import MODEL, option
+from meshwright.cli.command import MODEL, option
 from meshwright.cli.plan_settings import Settings, names, numbers, precision_of
 from meshwright.errors import PlanError
 from meshwright.mesh.rank_grid import OPTIONS, PLAN_AXES
@@ -19,7 +19,7 @@ from meshwright.mesh.rank_grid import OPTIONS, PLAN_AXES
 if TYPE_CHECKING:
     from meshwright.plan.config import ParallelPlan
     from meshwright.planner.answers.cost import Budget
-    from meshwright.planner.answers.trainings import TrainingWay
+    from meshwright.planner.answers.sweep import TrainingWay
     from meshwright.planner.job.adapters import Lora
     from meshwright.planner.job.candidate import Candidate, Job
     from meshwright.planner.job.shapes import ModelShape
@@ -317,8 +317,7 @@ class PlanQuestion:
             is_shown: whether the reasons against other plans are shown.
         """
         from meshwright.planner.answers.notes import without_repetitions
-        from meshwright.planner.search.search import search
-        from meshwright.planner.search.simplicity import SIMPLER, TIE
+        from meshwright.planner.search.search import SIMPLER, TIE, search
 
         wanted, within = top or self.search_options.top, SIMPLER if self.search_options.simple else TIE
         found = search(
@@ -333,7 +332,7 @@ class PlanQuestion:
             space: the space of the job.
             found: its search, so that the table has its first plan.
         """
-        from meshwright.planner.answers.trainings import trainings
+        from meshwright.planner.answers.sweep import trainings
 
         if space.job.lora is None:
             return []

@@ -8,9 +8,7 @@ from typing import Annotated
 
 import typer
 
-from meshwright.cli.failures import failures_of
-from meshwright.cli.pages import check_pages
-from meshwright.cli.say import say
+from meshwright.cli.command import check_pages, failures_of, say
 
 
 def report(
@@ -66,7 +64,7 @@ def report(
 
 def _serve(runs: list[Path], port: int, every: float) -> None:
     from meshwright.errors import PlanError
-    from meshwright.monitor.report_server import ReportServer
+    from meshwright.monitor.report import ReportServer
 
     if not 0 < every < math.inf:
         raise PlanError(f"--every {every:g} must be a number of seconds above 0")

@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshwright.cli.failures import failures_of
-from meshwright.cli.options import ModelConfig, PlanWords
-from meshwright.cli.say import say
+from meshwright.cli.command import ModelConfig, PlanWords, failures_of, say
 
 if TYPE_CHECKING:
     from meshwright.plan.config import ParallelPlan

@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshwright.cli.failures import failures_of
-from meshwright.cli.options import ModelConfig, PlanWords
-from meshwright.cli.say import say
+from meshwright.cli.command import ModelConfig, PlanWords, failures_of, say
 
 if TYPE_CHECKING:
     from meshwright.plan.config import ParallelPlan
@@ -107,8 +105,8 @@ def _plans(words: str, processes: int | None) -> tuple[ParallelPlan, ParallelPla
     """Return the plan, and the one of the same kind that this machine runs in its place."""
     from meshwright.choose.given_plan import resolve_plan
     from meshwright.errors import PlanError
-    from meshwright.mesh.cores import core_count
-    from meshwright.verification.smaller_plan import smaller_plan
+    from meshwright.mesh.host import core_count
+    from meshwright.verification.verify import smaller_plan
 
     if processes is not None and processes < 1:
         raise PlanError(f"--processes {processes} must be at least 1")

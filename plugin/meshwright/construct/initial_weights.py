@@ -19,16 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.checkpoint.format.load_weights import open_weights
-from meshwright.checkpoint.one_device.packed_files import read_statistics
 from meshwright.checkpoint.one_device.safetensors_file import memory_of
-from meshwright.checkpoint.one_device.weight_files import WeightFiles, WeightSource
+from meshwright.checkpoint.one_device.weight_files import WeightFiles, WeightSource, read_statistics
 from meshwright.construct.deferred_init import Recipe, forget_recipe, recipe_of, record
 from meshwright.construct.init_recording import Tape
 from meshwright.errors import PlanError, UninitialisedParameterError
-from meshwright.faults.memory_digest import memory_digest
+from meshwright.faults.statement import memory_digest
 from meshwright.faults.together import take_from_first, texts_of_all
-from meshwright.layout.blocks import numel
 from meshwright.layout.packed_weights import Attribute, matrix_shape, own_statistics, packed_modules, statistics_of
+from meshwright.layout.row_layout import numel
 from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.mesh.axes import Mesh
 from meshwright.parallel.tensor_parallel.apply import Keep, Shards, attach_shards, make_shards

@@ -4,11 +4,18 @@ Only this rank's queries, keys and values are kept for backward, which runs the 
 keys of the other ranks stay in memory.
 
 FlexAttention takes masks of its own, and skips blocks of queries and keys between which no pair is seen.
+
+Attention over keys that every rank has whole, such as those of an encoder's result.
+
+Each query needs all keys and no other query, so a rank computes the attention of its own queries by the model's own
+function, and sends nothing. The keys get a part of their gradient on each rank, and so do the weights behind them. The
+parts are added up where the gradients of weights are averaged.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,9 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.autograd import TensorFunction
-from meshwright.context.causal_blocks import Documents
 from meshwright.context.key_exchange import WholeKeys
-from meshwright.context.masks import ContextMask, query_blocks
+from meshwright.context.masks import ContextMask, Documents, query_blocks
 from meshwright.errors import PlanError
 from meshwright.parallel.batch.flash_rows import is_flash
 from meshwright.parallel.sequence_parts import TokenRun
@@ -28,6 +34,7 @@ from meshwright.temporarily import temporarily
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
+
 
 # An attention function of transformers: (module, query, key, value, mask, **options) -> (output [B, S, heads, d], ...).
 StockAttention = Callable[..., tuple[Tensor, Any]]
@@ -307,3 +314,36 @@ def _made(mask: ContextMask, queries: TokenRun, keys: TokenRun) -> BlockMask:
         return seen & (place <= last)
 
     return create_block_mask(is_seen, mask.rows, None, queries.size, keys.size, device=str(mask.device))
+
+
+def attend_across(call: AttentionCall, given: object, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return the attention of this rank's queries over keys that are not those of the sequence.
+
+    Args:
+        call: the attention.
+        given: the mask that the attention was called with: one of transformers' functions, a tensor whose queries the
+            layer's own tokens are, or None.
+        q: this rank's queries, ``[B, heads, queries, d]``.
+        k: all keys, ``[B, key heads, keys, d]``.
+        v: their values.
+    """
+    mask = _own_mask(call, given, q) if isinstance(given, ContextMask) else given
+    return call.run(q, k, v, mask)  # type: ignore[arg-type]
+
+
+def _own_mask(call: AttentionCall, mask: ContextMask, q: Tensor) -> object:
+    if not mask.is_for_all_queries:
+        raise PlanError(
+            f"{type(call.module).__name__} attends to the result of an encoder under a mask that differs between the "
+            "tokens of a row, so a rank with some of the tokens cannot cut it. Use ParallelPlan(cp=1)"
+        )
+    padding = mask.padding
+    if padding is None or call.is_flash:
+        return padding
+    if call.is_flex:
+        of_keys = dataclasses.replace(mask, length=mask.keys, of_flex={})
+        return block_mask(of_keys, TokenRun(0, q.shape[2]), TokenRun(0, mask.keys))
+    seen = padding[:, None, None].bool()
+    if not call.is_additive:
+        return seen
+    return torch.zeros(seen.shape, dtype=q.dtype, device=seen.device).masked_fill(~seen, torch.finfo(q.dtype).min)

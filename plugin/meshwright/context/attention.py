@@ -20,12 +20,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from meshwright.context.attend import AttentionCall, StockAttention, as_autocast, attend_in_blocks
-from meshwright.context.cross_attention import attend_across
-from meshwright.context.flash import FlashCall, flash_attention, has_flash
+from meshwright.context.attend import AttentionCall, StockAttention, as_autocast, attend_across, attend_in_blocks
+from meshwright.context.flash import FlashCall, flash_attention, has_flash, in_kernel_dtype, over_keys, over_whole_rows
 from meshwright.context.key_exchange import KeyExchange, RingKeys, WholeKeys
 from meshwright.context.masks import ContextMask
-from meshwright.context.packaged_attention import in_kernel_dtype, over_keys, over_whole_rows
 from meshwright.context.ring import RingCall, ring_attention
 from meshwright.errors import PlanError
 from meshwright.mesh.axes import Axis

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from meshwright.context.attend import AttentionCall, is_flex
 from meshwright.context.attention import stock_attention
-from meshwright.context.flash_package import functions_for_blocks, takes_sinks
+from meshwright.context.flash import functions_for_blocks, takes_sinks
 from meshwright.context.key_exchange import RingKeys
 from meshwright.context.masks import ContextMask
 from meshwright.context.record import ContextRecord
@@ -20,7 +20,7 @@ from meshwright.mesh.axes import Axis
 from meshwright.parallel.batch.flash_rows import flash_function, is_flash
 from meshwright.parallel.sequence_parts import TokenRun
 from meshwright.plan.config import ParallelPlan
-from meshwright.plan.context_methods import can_exchange, group_sizes
+from meshwright.plan.parts import can_exchange, group_sizes
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

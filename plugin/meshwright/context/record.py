@@ -1,17 +1,26 @@
-"""Record, without computing, which arguments of a decoder's layers hold a value for each token, and its attentions."""
+"""Record, without computing, which arguments of a decoder's layers hold a value for each token, and its attentions.
+
+Finds weights of layers that may mix tokens outside of attention, which a rank with some of the tokens cannot.
+
+Biases for pairs of tokens that an attention makes itself, from the numbers of its queries and keys.
+
+A rank has some of the tokens, and such a bias is for places in the sequence. So it is made for the whole row on every
+rank, ``[..., S, S]``, and each block of attention takes its queries and keys of it (``AttentionCall``).
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from meshwright.context.attention import AttentionKind
-from meshwright.context.layer_arguments import Place
-from meshwright.context.position_bias import lengths_method
+from meshwright.context.masks import ContextMask
 from meshwright.context.recorded_pass import (
     INSTEAD,
     ROWS,
@@ -19,16 +28,151 @@ from meshwright.context.recorded_pass import (
     AttentionSite,
     ContextWatcher,
     CutPass,
+    Place,
     RecordedCall,
     run_pass,
 )
-from meshwright.context.token_wise import is_token_wise
-from meshwright.errors import PlanError
+from meshwright.errors import PlanError, UncoveredParameterError
+from meshwright.facts import Facts
 from meshwright.parallel.fake_passes.remembered import of_decoder
-from meshwright.roles import Decoder
+from meshwright.parallel.method_chain import ChainStep, add_step, arguments
+from meshwright.parallel.tensor_parallel.structure import DecoderStructure
+from meshwright.roles import Decoder, Role, ShardingPlan
 from meshwright.roles.adapters import is_adapted
-from meshwright.roles.blocks import mixers_of
-from meshwright.roles.projection import is_projection
+from meshwright.roles.blocks import Mlp, has_attention, mixers_of
+from meshwright.roles.blocks.experts import is_experts, routed_modules
+from meshwright.roles.decoder import is_norm
+from meshwright.roles.linear_kernel import is_projection
+
+
+def check_token_wise(decoder: Decoder, plan: ShardingPlan | None) -> None:
+    """Raise if a weight inside of a layer is of no module that is known to take each token by itself.
+
+    Args:
+        decoder: the decoder. Under tp its roles say what the modules of a layer do.
+        plan: the user's roles, which say it of other modules too; None for none.
+
+    Raises:
+        UncoveredParameterError: if there are such weights; the message lists them.
+        PlanError: if a module that stays whole under tp is given hidden states, and is no mixer, or a mixer has an
+            attention inside.
+    """
+    mixers = mixers_of(decoder.facts, decoder)
+    for name, mixer in mixers.items():
+        if has_attention(mixer):
+            raise PlanError(
+                f"{name} ({type(mixer).__name__}) has a convolution over tokens inside of an attention, and a rank of "
+                "cp has some of the tokens. Use ParallelPlan(cp=1)"
+            )
+    if isinstance(decoder, DecoderStructure):
+        if whole := next(((name, module) for name, module in decoder.whole.items() if name not in mixers), None):
+            raise PlanError(
+                f"{whole[0]} ({type(whole[1]).__name__}) stays whole under tp, and it is not known whether it takes "
+                "each token by itself, as ParallelPlan.cp > 1 needs. Use ParallelPlan(cp=1)"
+            )
+        return
+    facts = decoder.facts
+    known = {m for layer in decoder.layers for m in _of_experts_in(facts, layer)}
+    known |= {m for mixer in mixers.values() for m in facts.inside(mixer)}
+    unknown = {id(p) for layer in decoder.layers for p in _unknown(layer, known)}
+    named = [name for name, p in facts.parameters.items() if id(p) in unknown]
+    if missing := [name for name in named if plan is None or not _has_role(name, plan)]:
+        source = f"the structure of {type(decoder.model).__name__}" if plan is None else plan.source
+        raise UncoveredParameterError(
+            missing, source, "it is not known whether a module of a layer takes each token by itself"
+        )
+
+
+def is_token_wise(facts: Facts, layer: nn.Module) -> bool:
+    """Return whether a layer has only norms, MLPs and modules with experts, each of which takes each token by itself.
+
+    Another MLP inside of what owns experts is a shared expert. A module without weights is known if it is of torch or
+    an activation function of transformers; one of the model's code may mix tokens, as a Fourier transform does.
+    """
+    inside = facts.inside(layer)
+    if any(map(_is_own_function, inside)):
+        return False
+    sizes = {p.shape[0] for p in facts.parameters_inside(layer) if p.ndim == 1}
+    known = set(_of_experts_in(facts, layer))
+    for module in inside:
+        known |= {module.get_submodule(name) for size in sizes for name in Mlp.claim(module, size, {})}
+    own = [module for module in inside if list(module.parameters(recurse=False))]
+    return bool(known) and all(module in known or is_norm(module, *sizes) for module in own)
+
+
+def _is_own_function(module: nn.Module) -> bool:
+    """Return whether a module has neither weights nor modules inside, and the model's code computes something."""
+    is_function = next(module.children(), None) is None and not module._parameters
+    return is_function and not type(module).__module__.startswith(("torch.nn.", "transformers.activations"))
+
+
+def _has_role(name: str, plan: ShardingPlan) -> bool:
+    """Return whether a parameter has a role, or a module around it has one that is not structural."""
+    while name and ((role := plan.role_of(name)) is None or role.is_structural):
+        name = name.rpartition(".")[0]
+    return bool(name)
+
+
+def _of_experts_in(facts: Facts, layer: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules of a layer with the weights of experts and routers."""
+    inside = set(facts.inside(layer))
+    for _, module, role in routed_modules(facts):
+        if module in inside:
+            yield from facts.inside(module) if role is Role.EXPERTS else (module,)
+
+
+def _unknown(module: nn.Module, known: Collection[nn.Module]) -> Iterator[nn.Parameter]:
+    """Yield the weights besides those of known modules, projections and embeddings, and vectors over channels."""
+    if is_projection(module) or is_parametrized(module) or is_experts(module) or isinstance(module, nn.Embedding):
+        return
+    own, children = list(module.parameters(recurse=False)), list(module.children())
+    if module not in known:
+        # A matrix alone in a module scores experts; a convolution's weight has three dims.
+        most = 1 if children else 2
+        yield from (p for p in own if p.ndim > most)
+    for child in children:
+        yield from _unknown(child, known)
+
+
+_LENGTH_ARGUMENTS = ("query_length", "key_length")
+
+
+def lengths_method(attention: nn.Module) -> str | None:
+    """Return the name of the method of an attention that takes the numbers of queries and keys; None if none does."""
+    for name, method in inspect.getmembers(type(attention), inspect.isfunction):
+        if set(_LENGTH_ARGUMENTS) <= inspect.signature(method).parameters.keys():
+            return name
+    return None
+
+
+def make_whole(attentions: Iterable[nn.Module]) -> None:
+    """Make attentions compute their biases for all tokens of the row, which their masks show.
+
+    Args:
+        attentions: the attentions, without those over an encoder's keys.
+    """
+    for attention in attentions:
+        if (name := lengths_method(attention)) is not None:
+            step = _OfWholeRow(attention, name)
+            add_step(attention, step, name)
+            attention.register_forward_pre_hook(step.enter, with_kwargs=True)
+
+
+class _OfWholeRow(ChainStep):
+    def __init__(self, attention: nn.Module, name: str):
+        self.signature, self.length = inspect.signature(getattr(attention, name)), 0
+
+    def enter(self, attention: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        """Take the number of tokens of the row, also where backward runs a layer again after other rows."""
+        masks = (x for x in (*args, *kwargs.values()) if isinstance(x, ContextMask))
+        self.length = next((mask.length for mask in masks), 0)
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        given = arguments(self.signature, args, kwargs)
+        if self.length:
+            given |= dict.fromkeys(_LENGTH_ARGUMENTS, self.length)
+        return self.method(**given)
+
 
 LENGTHS = 11, 13  # a size that differs between the two lengths counts tokens
 

@@ -13,26 +13,30 @@ this layer only passes its input on. For B rows of S tokens, on each rank of cp:
              q [B, S/cp]│      │output          └── joined to [B, S, ...] where a program reads all tokens
                         v      │
                  attention over the keys and values [B, S] of all ranks (context/attention.py)
+
+The ``forward`` of a decoder whose tokens are spread over the ranks of cp.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from meshwright.context.layer_arguments import Place, map_tensors, mask_in, tensors_in
 from meshwright.context.masks import ContextMask
 from meshwright.context.record import ContextRecord
+from meshwright.context.recorded_pass import Place, map_tensors, mask_in, tensors_in
 from meshwright.errors import PlanError
 from meshwright.parallel.autograd_graph import in_backward
-from meshwright.parallel.batch.schema import BORDERS
+from meshwright.parallel.batch.schema import BORDERS, DECODED, BatchSchema
 from meshwright.parallel.dropout_streams import DropoutStreams, Restore
-from meshwright.parallel.region_borders import RegionBorders
+from meshwright.parallel.method_chain import BatchStep, RegionBorders, StepOrder
 from meshwright.parallel.sequence_parts import SequenceParts
-from meshwright.parallel.shards.stand_in import InHead
+from meshwright.parallel.shards.stand_in import InHead, ShardedLogits, StandIn
 from meshwright.parallel.tensor_parallel.block_boundary import hidden_states
 from meshwright.roles import Decoder
 from meshwright.temporarily import temporarily
@@ -186,3 +190,67 @@ def _is_view_of_all(x: Tensor, given: Tensor) -> bool:
     own, other = x.untyped_storage(), given.untyped_storage()
     is_same = own._cdata == other._cdata and x.storage_offset() == given.storage_offset()
     return is_same and x.shape == given.shape and x.stride() == given.stride()
+
+
+class ContextForward(BatchStep):
+    """Runs a decoder's forward with the tokens of its layers cut over cp, and joins the logits that programs read.
+
+    Args:
+        decoder: the decoder, to whose forward this step is added.
+        region: the region in which each rank has its own tokens.
+        has_token_loss: whether the head and the loss take each token by itself, as those of a causal LM do. Otherwise
+            the tokens are joined after the final norm.
+        joins_logits: a function that returns whether the logits of a pass are joined, given whether the pass is one of
+            training with labels.
+    """
+
+    order = StepOrder.TOKENS
+    has_whole_cache = False
+
+    def __init__(
+        self, decoder: nn.Module, region: ContextRegion, *, has_token_loss: bool, joins_logits: Callable[[bool], bool]
+    ):
+        super().__init__(decoder)
+        self.region, self.has_token_loss, self.joins_logits = region, has_token_loss, joins_logits
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        batch = self.batch_of(args, kwargs)
+        region = self.region
+        of_decoder = {n.removeprefix("decoder_"): x for n, x in batch.items() if n.startswith("decoder_")}
+        region.keeps_parted = self.has_token_loss and not region.joins
+        region.inputs = BatchSchema(of_decoder if DECODED in self.signature.parameters else batch).per_token
+        try:
+            output = self.method(**batch)
+        finally:
+            region.keeps_parted, region.inputs = False, ()
+            region.leave()
+        if not self.has_token_loss or region.joins:
+            return output
+        trains = self.model.training and torch.is_grad_enabled() and batch.get("labels") is not None
+        return self._with_logits(output, region.last_length, joins=self.joins_logits(trains))
+
+    def _with_logits(self, output: object, length: int, *, joins: bool) -> object:
+        if not isinstance(output, MutableMapping):
+            raise PlanError(
+                f"under ParallelPlan.cp > 1 {type(self.model).__name__} must return an output with loss and logits, "
+                "as transformers' models do; call it without return_dict=False"
+            )
+        logits = output["logits"]
+        if isinstance(logits, ShardedLogits):  # tensor parallelism gave logits that raise already
+            return output
+        if joins:
+            output["logits"] = self.region.parts.join(logits, 1, length)
+        else:
+            shape = (logits.shape[0], length, logits.shape[-1])
+            output["logits"] = PartedLogits.of_shape(shape, logits.dtype, logits.device)
+        return output
+
+
+class PartedLogits(StandIn):
+    """Stands in for the logits of all tokens in training with labels; reading it raises an error."""
+
+    MESSAGE = (
+        "in training with labels the logits stay sharded over cp, and each rank has those of its own tokens. To read "
+        "outputs.logits, pass ToDistributedConfig(gather_logits=True), or call the model in eval mode or without "
+        "labels, where the logits are whole"
+    )

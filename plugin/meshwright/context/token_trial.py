@@ -14,14 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.context.attention import AttentionKind, attach_attention, detach_attention
-from meshwright.context.layer_arguments import map_tensors, tensors_in
+from meshwright.context.recorded_pass import map_tensors, tensors_in
 from meshwright.errors import PlanError
 from meshwright.faults.together import succeed_together, texts_of_all
-from meshwright.parallel.rehearsal.layer_calls import RandomValues, calls_of
-from meshwright.parallel.rehearsal.trial import Arguments, TriedPart, differs_by_tokens, untouched
+from meshwright.parallel.rehearsal import Arguments, RandomValues, TriedPart, calls_of, differs_by_tokens, untouched
 from meshwright.roles import Decoder
 from meshwright.roles.brought import Brought, kind_of
-from meshwright.roles.projection import in_features
+from meshwright.roles.linear_kernel import in_features
 
 _ROWS = 2
 _LENGTHS = 8, 10  # a size that differs between the two lengths counts tokens

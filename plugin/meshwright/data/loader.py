@@ -2,6 +2,11 @@
 
 The user's batch is the global batch. A DistributedLoader reads through one of four readers and checks that peers have
 the same rows. It returns its rows on its device or, through a Placer, with each input on its mesh.
+
+The parts of a user's loader from which code outside of Meshwright may build another loader.
+
+Such a loader knows no plan: each rank reads all rows, in batches of the user's loader, from a place that is in no
+state. accelerate's function ``skip_first_batches`` builds one, as do wrappers of loaders.
 """
 
 from __future__ import annotations
@@ -16,31 +21,66 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.data import IterableDataset
 
-from meshwright.data.batch_checks import check_dtensors, warn_without_labels
 from meshwright.data.global_batches import Portion, even_share
-from meshwright.data.input_placement import Placer
-from meshwright.data.loader_parts import part_of
+from meshwright.data.input_placement import Placer, check_dtensors, warn_without_labels
 from meshwright.data.nested import digest, is_batch, map_tensors, signature, tensors_of, to_device
 from meshwright.data.one_length import OneLength, pads_by_rank
-from meshwright.data.peers import LoaderMesh, Peers, check_same_rows, first_ranks
+from meshwright.data.peers import LoaderMesh, Peers, check_same_rows, first_ranks, timed
 from meshwright.data.readers.base import Position, Reader
-from meshwright.data.readers.choose import make_reader, split_reader
+from meshwright.data.readers.choose import SplitReader, make_reader, split_reader
 from meshwright.data.readers.map_style import MapReader
-from meshwright.data.readers.split import SplitReader
 from meshwright.data.readers.stream_shards import LANE_READER
 from meshwright.data.readers.whole_stream import WholeReader
-from meshwright.data.reading_time import timed
 from meshwright.data.shuffling import GENERATOR, Draws, decoded, encoded
-from meshwright.errors import CheckpointError
+from meshwright.errors import CheckpointError, PlanError
 from meshwright.faults.every_rank import EPOCH
 from meshwright.faults.guard import active_guard
-from meshwright.faults.same_call import Claim, agreed
+from meshwright.faults.together import Claim, agreed
+from meshwright.outside_files import require, shown
 from meshwright.parallel.batch.items import BatchFormat
 from meshwright.parallel.batch.mean_over_ranks import TARGETS, without_targets
 from meshwright.parallel.batch.share import BatchShare, yield_next
 from meshwright.plan.loader_options import LoaderOptions
-from meshwright.schema import require, shown
+
+
+def part_of(loader: object, name: str) -> Any:
+    """Return an attribute of a user's loader, to be read by the program.
+
+    With several processes, iterating a sampler or an iterable dataset raises. In all else the object that is returned
+    is the user's: it has the same class and shares its attributes, so ``set_epoch``, ``len`` and ``isinstance`` work.
+
+    Args:
+        loader: the loader as the user made it.
+        name: the name of the attribute.
+    """
+    value = getattr(loader, name)
+    is_read_in_order = name in ("batch_sampler", "sampler") or isinstance(value, IterableDataset)
+    if not (is_read_in_order and dist.is_initialized() and dist.get_world_size() > 1):
+        return value
+    try:
+        part: Any = object.__new__(_not_iterated(type(value)))
+        part.__dict__ = value.__dict__
+    except (TypeError, AttributeError):  # None, a list of indices, or another class without attributes
+        return value
+    return part
+
+
+def _not_iterated(kind: type) -> type:
+    """Return a subclass of a class whose objects raise where they are iterated."""
+
+    def refuse(_: object) -> Any:
+        raise PlanError(
+            f"the {kind.__name__} of a loader that a plan distributes is iterated outside of the loader, as by a "
+            f"loader that is rebuilt from it: each of the {dist.get_world_size()} processes would read all rows, in "
+            "other batches. Iterate the loader. To begin in mid-epoch, write accelerator.skip_first_batches(loader, "
+            "n) in place of accelerate's function, or loader.load_state_dict(state). For other batches, make a "
+            "DataLoader of your own dataset, and pass it to to_distributed, shard_dataloader or accelerator.prepare"
+        )
+
+    return type(kind.__name__, (kind,), {"__iter__": refuse, "__module__": kind.__module__})
+
 
 logger = logging.getLogger(__name__)
 

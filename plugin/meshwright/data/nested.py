@@ -1,4 +1,7 @@
-"""Functions on batches, which are nested dicts, lists and tuples of tensors and other values."""
+"""Functions on batches, which are nested dicts, lists and tuples of tensors and other values.
+
+What a loader's worker sends: bytes, since each tensor in its queue would use a file descriptor.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,8 @@ import torch
 from torch import Tensor
 
 from meshwright.containers import rebuilt
-from meshwright.faults.memory_digest import bytes_digest, is_plain
+from meshwright.faults.statement import bytes_digest, is_plain
+from meshwright.mesh.packed_values import UnsupportedValue, pack, unpack
 from meshwright.parallel.batch.schema import leaves as leaves
 from meshwright.parallel.batch.schema import tensors_of as tensors_of
 
@@ -136,3 +140,16 @@ def signature(value: object) -> str:
             sizes = ["nested"] if leaf.is_nested else ["*", *map(str, leaf.shape[1:])][: leaf.ndim]
             found.append(f"{name}: {str(leaf.dtype).removeprefix('torch.')}[{', '.join(sizes)}]")
     return ", ".join(found)
+
+
+def sent(value: object) -> Any:
+    """Return a value as bytes; one of a class that cannot be packed is left to the DataLoader, which pickles it."""
+    try:
+        return pack(value).numpy().tobytes()
+    except UnsupportedValue:
+        return value
+
+
+def received(value: object) -> Any:
+    """Return the value that a worker has sent."""
+    return unpack(torch.from_numpy(np.frombuffer(bytearray(value), np.uint8))) if isinstance(value, bytes) else value

@@ -18,9 +18,8 @@ from torch.utils.data import DataLoader, default_collate, default_convert, get_w
 
 from meshwright.data.collation import Collate, longest, padded, row_sizes
 from meshwright.data.global_batches import Portion, Share
-from meshwright.data.nested import map_tensors, tensors_of
+from meshwright.data.nested import map_tensors, received, sent, tensors_of
 from meshwright.data.peers import Peers
-from meshwright.data.sent import received, sent
 from meshwright.data.stream import gather_objects
 from meshwright.mesh.axes import Axis
 from meshwright.random_states import seeded

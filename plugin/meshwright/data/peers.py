@@ -1,17 +1,24 @@
-"""The ranks that must have the same rows. One of them may read for the others, and all compare their rows."""
+"""The ranks that must have the same rows. One of them may read for the others, and all compare their rows.
+
+The time for which a program waits for its data, which the lines of a run show.
+"""
 
 from __future__ import annotations
 
 import math
+import threading
+import time
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.errors import DivergenceError, PeerFailedError
+from meshwright.faults import interpose
 from meshwright.faults.interpose import own_collectives
 from meshwright.faults.together import bytes_of_first
 from meshwright.mesh.axes import Axis, Mesh
@@ -147,3 +154,31 @@ def _packed(value: object) -> Tensor:
     if isinstance(value, Exception):
         return pack((None, f"{type(value).__name__}: {value}"))
     return pack((value, None), "the batch")
+
+
+_T = TypeVar("_T")
+
+
+class _ReadingState(threading.local):
+    seconds = 0.0
+
+
+_state = _ReadingState()
+
+
+def waited_for_data() -> float:
+    """Return the seconds that this thread has waited for data, without those in which it waited for other ranks."""
+    return _state.seconds
+
+
+def timed(items: Iterator[_T]) -> Iterator[_T]:
+    """Yield the items, and count the time until each of them is there."""
+    while True:
+        begun, waited = time.perf_counter(), interpose.waited()
+        try:
+            item = next(items)
+        except StopIteration:
+            return
+        finally:
+            _state.seconds += max(0.0, time.perf_counter() - begun - (interpose.waited() - waited))
+        yield item

@@ -10,7 +10,6 @@ import torch
 from torch import Generator
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
-from meshwright.data.epoch_order import InOrder, ListedOrder, Order, shuffled
 from meshwright.data.global_batches import EqualBatches, ListedBatches
 from meshwright.data.shuffling import (
     GENERATOR,
@@ -18,12 +17,16 @@ from meshwright.data.shuffling import (
     WORKER_SEED_FIELDS,
     Draws,
     GeneratorShuffle,
+    InOrder,
+    ListedOrder,
+    Order,
     RandomState,
     WorkerSeeds,
     decoded,
     random_number,
+    shuffled,
 )
-from meshwright.schema import Check, boolean, maybe
+from meshwright.outside_files import Check, boolean, maybe
 
 Batches = EqualBatches | ListedBatches
 

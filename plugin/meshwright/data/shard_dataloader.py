@@ -15,7 +15,7 @@ from meshwright.data.loader import DistributedLoader
 from meshwright.data.peers import LoaderMesh, Peers
 from meshwright.data.readers.stream_shards import has_lanes
 from meshwright.faults.guard import active_guard, start_guard
-from meshwright.faults.same_call import Claim, Result, agreed
+from meshwright.faults.together import Claim, Result, agreed
 from meshwright.mesh.axes import Axis, shared_group
 from meshwright.mesh.process_group import (
     backend_of_new_groups,

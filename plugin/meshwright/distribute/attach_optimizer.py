@@ -14,11 +14,11 @@ from meshwright.features.splits import split_batches
 from meshwright.optim.attach_gradients import install_gradient_sync
 from meshwright.optim.elementwise import check_reads, declared, whole_groups
 from meshwright.optim.runtime import Runtime
-from meshwright.optim.shard_state import check_ownership
+from meshwright.optim.state_dicts import check_ownership
 from meshwright.parallel.forward.recompute import recompute_layers
 from meshwright.parallel.forward.user_hooks import HookedModules
 from meshwright.parallel.shards.added_parameters import check_none_added
-from meshwright.parallel.shards.reads import reading_shards
+from meshwright.parallel.shards.stand_in import reading_shards
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.roles.adapters import without_wrappers
 

@@ -11,17 +11,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from meshwright.context.check_method import check_method
-from meshwright.context.record import LENGTHS, ContextRecord, record_context
+from meshwright.context.record import LENGTHS, ContextRecord, check_token_wise, record_context
 from meshwright.context.recorded_pass import ROWS, SOURCE, ContextWatcher
-from meshwright.context.token_wise import check_token_wise
 from meshwright.distribute.check_arguments import check_plan, explained
-from meshwright.distribute.check_float8 import check_float8
-from meshwright.distribute.check_quantised import check_quantised
+from meshwright.distribute.quantised import check_float8, check_quantised
 from meshwright.errors import PlanError
 from meshwright.facts import Facts
 from meshwright.faults.guard import Guard
-from meshwright.features.build import Build
-from meshwright.features.decision import Decision
+from meshwright.features.decision import Build, Decision
 from meshwright.mesh.axes import Mesh
 from meshwright.optim.elementwise import check_reads, declared
 from meshwright.optim.runtime import Runtime
@@ -37,8 +34,7 @@ from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.roles import Decoder, ShardingPlan, plan_for
 from meshwright.roles.adapters import check_methods, decoder_of
 from meshwright.roles.blocks import mixers_of
-from meshwright.roles.blocks.adapted_experts import check_adapted_experts
-from meshwright.roles.blocks.experts import check_experts, is_experts
+from meshwright.roles.blocks.experts import check_adapted_experts, check_experts, is_experts
 
 
 def decide(

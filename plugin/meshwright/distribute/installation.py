@@ -19,7 +19,7 @@ from meshwright.construct.initial_weights import NewTensors
 from meshwright.errors import AlreadyDistributedError, PlanError, UnreadableTensorError
 from meshwright.faults.together import succeed_together
 from meshwright.features import passes, splits, training
-from meshwright.features.build import Build
+from meshwright.features.decision import Build
 from meshwright.layout.packed_weights import packed_modules
 from meshwright.optim.attach_gradients import install_gradient_sync
 from meshwright.optim.runtime import Runtime, attach
@@ -29,7 +29,7 @@ from meshwright.parallel.batch.items import BatchFormat
 from meshwright.parallel.collectives import agree
 from meshwright.parallel.draws.device_draws import DeviceDraws
 from meshwright.parallel.dropout_streams import DropoutStreams, dropout_seed
-from meshwright.parallel.shards.reads import reading_shards
+from meshwright.parallel.shards.stand_in import reading_shards
 from meshwright.parallel.tensor_parallel.apply import guard_shards, share_partial_gradients
 from meshwright.roles.adapters import close_changes
 

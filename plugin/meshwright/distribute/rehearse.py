@@ -24,13 +24,12 @@ from meshwright.faults.together import texts_of_all
 from meshwright.features.decision import Decision
 from meshwright.mesh.axes import Mesh
 from meshwright.parallel.foreign_hooks import hooks_of, hooks_of_all_modules, is_foreign, source_of
-from meshwright.parallel.rehearsal.layer_calls import RandomValues, calls_of
-from meshwright.parallel.rehearsal.trial import TriedPart, differs, untouched
+from meshwright.parallel.rehearsal import RandomValues, TriedPart, calls_of, differs, untouched
 from meshwright.parallel.tensor_parallel.structure import DecoderStructure
 from meshwright.progress import is_first_rank
 from meshwright.roles import ShardingPlan
 from meshwright.roles.brought import Brought, kind_of
-from meshwright.roles.projection import in_features
+from meshwright.roles.linear_kernel import in_features
 from meshwright.roles.registry import keep_whole, routes_tokens
 
 logger = logging.getLogger(__name__)

@@ -1,10 +1,17 @@
-"""``to_distributed`` distributes a one-device program's model, optimizer and loader."""
+"""``to_distributed`` distributes a one-device program's model, optimizer and loader.
+
+Models that the program has compiled before it distributes them.
+
+A compiled module only calls the plain one, so the program's object stays valid while the plain one is distributed in
+place. From then on it compiles what ``torch.compile`` compiles of any distributed model.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -15,45 +22,116 @@ from torch.optim import Optimizer
 from meshwright.checkpoint.format.load_weights import settled
 from meshwright.choose.given_plan import config_with, given_plan, plan_in_model, source_of_plan
 from meshwright.choose.picked_plan import pick_plan, tell_reasons
+from meshwright.compiling import is_compiled_function, without_compilation
 from meshwright.construct.initial_weights import InitialWeights
 from meshwright.context.handed_states import hands_states
 from meshwright.data.loader import DistributedLoader, made_together
 from meshwright.data.peers import LoaderMesh
 from meshwright.distribute.attach_optimizer import complete, plan_to_complete
-from meshwright.distribute.check_arguments import check_arguments, check_model, check_plan
-from meshwright.distribute.check_launch import check_agreement, check_devices, check_launch
-from meshwright.distribute.check_quantised import finish_loading
-from meshwright.distribute.compiled_before import check_compiled, plain_module
+from meshwright.distribute.check_arguments import (
+    check_agreement,
+    check_arguments,
+    check_devices,
+    check_launch,
+    check_model,
+    check_plan,
+)
 from meshwright.distribute.decide import decide
 from meshwright.distribute.installation import distribute
+from meshwright.distribute.quantised import finish_loading
 from meshwright.distribute.rehearse import rehearsed
 from meshwright.errors import PlanError
 from meshwright.facts import Facts
+from meshwright.faults.collective_log import set_timeouts
 from meshwright.faults.equal_errors import say_equal_texts_once
-from meshwright.faults.group_timeouts import set_timeouts
 from meshwright.faults.guard import Guard, start_guard
 from meshwright.faults.together import succeed_together
-from meshwright.features.build import Build
-from meshwright.features.decision import Decision
+from meshwright.features.decision import Build, Decision
 from meshwright.mesh.axes import Mesh
-from meshwright.mesh.local_device import check_device_num, warn_of_unused_gpus
+from meshwright.mesh.host import check_device_num, warn_of_unused_gpus
 from meshwright.mesh.process_group import device_for, start_process_group
 from meshwright.monitor.monitor import Preparation, start_monitor
 from meshwright.optim.gradients import Engine
 from meshwright.optim.runtime import Runtime, Watch, WholeLogits, device_of, find_runtime
-from meshwright.optim.shard_state import check_ownership
+from meshwright.optim.state_dicts import check_ownership
 from meshwright.parallel.batch.flash_rows import flash_function, flash_implementation
 from meshwright.parallel.batch.items import BatchFormat
 from meshwright.parallel.batch.mixed_rows import check_embeddings, check_mixed_rows
-from meshwright.parallel.losses.batch_loss import BatchLoss
-from meshwright.parallel.losses.causal_lm import CausalLMLoss
+from meshwright.parallel.losses.causal_lm import BatchLoss, CausalLMLoss
 from meshwright.parallel.losses.head_losses import find_loss
-from meshwright.parallel.tensor_parallel.float8_weights import plain_weights
+from meshwright.parallel.tensor_parallel.float8 import plain_weights
 from meshwright.plan.config import IN_PLAN, ParallelPlan, PlanLike, ToDistributedConfig
 from meshwright.plan.fields import either_name, names_checked
-from meshwright.plan.foreign_names import CALL_NAMES
+from meshwright.plan.text import CALL_NAMES
 from meshwright.progress import is_first_rank
-from meshwright.roles.adapters import decoder_of, without_wrappers
+from meshwright.roles.adapters import decoder_of, without_wrappers, wrapped
+
+
+@contextlib.contextmanager
+def plain_module(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the plain module of a model, to be distributed in place, without compiled modules among its children.
+
+    A child that ``torch.compile(child)`` wrapped is put back into its parent and compiled by ``child.compile()`` with
+    the same arguments, so that parameters have one-device names. If the body raises, every wrapper returns to its
+    place.
+
+    Args:
+        model: the program's model, plain, or compiled as a whole or in parts.
+    """
+    inner = without_compilation(model)
+    undo = contextlib.ExitStack()
+    modules = list(inner.modules())
+    is_compiled = inner is not model or any(module._compiled_call_impl is not None for module in modules)
+    for parent in modules:
+        for name, child in parent._modules.items():
+            if child is not None and (plain := without_compilation(child)) is not child:
+                is_compiled = True
+                undo.callback(parent._modules.__setitem__, name, child)
+                parent._modules[name] = plain
+                called = inner if plain is _innermost(inner) else plain
+                undo.callback(setattr, called, "_compiled_call_impl", called._compiled_call_impl)
+                compiler: Any = child.dynamo_ctx
+                called._compiled_call_impl = compiler(called._call_impl)  # as called.compile() does
+    with undo:
+        yield inner
+        undo.pop_all()
+    if is_compiled:
+        # Graphs of calls before this one are of the plain program, and count against dynamo's limit of variants.
+        torch.compiler.reset()
+
+
+def check_compiled(model: nn.Module, engine: str | None = None) -> None:
+    """Raise a PlanError if the runtime's hooks would be inside the code that the program has compiled.
+
+    Args:
+        model: the program's model.
+        engine: the training engine that adds hooks of its own; see ``ToDistributedConfig.engine``.
+    """
+    for name, module in model.named_modules():
+        owner = f"model.{name}" if name else "model"
+        if is_compiled_function(vars(module).get("forward")) and not _is_wrapper(module):
+            raise PlanError(
+                f"{owner}.forward is a function that torch.compile made, and would run inside one graph with the "
+                f"plan's collectives; write {owner}.compile(...) instead of {owner}.forward = torch.compile("
+                f"{owner}.forward, ...)"
+            )
+        if engine is not None and (module._compiled_call_impl is not None or _is_wrapper(module)):
+            raise PlanError(
+                f"the model is compiled ({owner}), but {engine} adds its own hooks to the modules; pass the plain "
+                "module, and leave torch.compile out"
+            )
+
+
+def _innermost(model: nn.Module) -> nn.Module:
+    """Return the module inside PEFT's wrappers, which call its forward and not the module itself."""
+    while (child := wrapped(model)) is not None:
+        model = without_compilation(child[1])
+    return model
+
+
+def _is_wrapper(module: nn.Module) -> bool:
+    return without_compilation(module) is not module
+
 
 logger = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from meshwright.errors import PlanError
 from meshwright.mesh.process_mesh import ProcessMesh
 from meshwright.optim.clip_grad_norm import clip_grad_norm_, scale_by_norm
 from meshwright.optim.runtime import check_steps, find_runtime
+from meshwright.parallel.autograd_graph import loss_of
 from meshwright.parallel.forward.compiled_layers import CompilableLayers, check_compile_options
-from meshwright.parallel.output_loss import loss_of
 from meshwright.placement import Replicate, reshard
 from meshwright.plan.fields import check_number
 from meshwright.resharding.layouts import process_mesh

@@ -1,7 +1,15 @@
-"""A log of this process's collectives: for each group, the last collectives and a digest of all collectives."""
+"""A log of this process's collectives: for each group, the last collectives and a digest of all collectives.
+
+The timeouts of process groups, after which their backends give up.
+
+A collective of gloo raises an error, to which the guard adds what the other ranks do. NCCL has a watchdog instead,
+which ends the process from another thread and knows nothing of other ranks. So it waits until the guard has explained
+the error.
+"""
 
 from __future__ import annotations
 
+import datetime
 import functools
 import time
 import zlib
@@ -9,6 +17,7 @@ from collections import deque
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 LENGTH = 64  # the number of collectives per group whose descriptions are kept
 
@@ -160,3 +169,30 @@ def _tensors(value: object) -> list[torch.Tensor]:
         elif isinstance(item, (list, tuple)):
             found += _tensors(item)
     return found
+
+
+WATCHDOG_WAITS = 30.0  # seconds that NCCL's watchdog waits longer than the guard
+
+
+def set_timeouts(timeout: float) -> None:
+    """Set the timeout of every process group of this process; see ``set_timeout``."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        set_timeout(group, timeout)
+
+
+def set_timeout(group: dist.ProcessGroup, timeout: float) -> None:
+    """Set the timeout of a process group whose collectives raise, and let NCCL's watchdog wait for longer than that.
+
+    The watchdog's time is never shortened, since the program may have chosen it for a group of its own.
+
+    Args:
+        group: the process group.
+        timeout: the seconds.
+    """
+    for backend in {group._get_backend(device) for device in group._device_types if device.type in ("cpu", "cuda")}:
+        if backend.name() != "nccl":
+            backend._set_default_timeout(datetime.timedelta(seconds=timeout))
+            continue
+        watchdog = datetime.timedelta(seconds=timeout + WATCHDOG_WAITS)
+        if backend.options._timeout < watchdog:
+            backend._set_default_timeout(watchdog)

@@ -5,6 +5,16 @@ The guard is told how the process ends: by an exception, by ``sys.exit``, or nor
 At a deadline the kernel ends the process, also if it is stopped or C code holds the GIL. No thread of Python runs in
 such a process. So the thread that hears the hub's heartbeats moves the deadline again and again; the kernel acts if it
 does not. POSIX timers belong to one process: its children do not inherit them.
+
+Tells where the program's main thread is, for a thread beside it.
+
+Errors that a program catches before it goes on, although the other ranks cannot.
+
+After an error of the guard the ranks are at different places, so the next call into Meshwright ends the process. After
+an error of this rank's own forward pass the others may wait for it in this pass; only what follows shows whether all
+ranks have raised it.
+
+Ends this process from a thread beside the program, whatever the program does.
 """
 
 from __future__ import annotations
@@ -12,17 +22,80 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import multiprocessing
 import os
 import signal
 import sys
+import sysconfig
 import threading
 import traceback
 from collections.abc import Callable
 from multiprocessing.util import Finalize
-from types import TracebackType
-from typing import NoReturn, Protocol
+from types import CodeType, FrameType, TracebackType
+from typing import Any, NoReturn, Protocol, TypeVar
 
+from meshwright.errors import DivergenceError, PeerFailedError, PlanError
 from meshwright.mesh.siblings import STACK_SIGNAL, WRITES, write_stacks_on_signal
+from meshwright.printable import tell
+
+_LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")})
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_COLLECTIVES = os.path.join(os.path.dirname(__file__), "interpose.py")
+_DEPTH = 8  # frames of sockets and locks that a wait has at most
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_waits: set[CodeType] = set()
+
+
+def waits_for_ranks(function: _Function) -> _Function:
+    """Mark a function as one that waits for other ranks, and runs no code of the program meanwhile."""
+    _waits.add(function.__code__)
+    return function
+
+
+def place(thread: threading.Thread | None = None) -> str:
+    """Return the line of the program at which a thread is; the innermost line if all are a library's.
+
+    Args:
+        thread: the thread; None for the main thread.
+    """
+    frame = innermost = found = _frame(thread)
+    try:
+        while frame is not None and frame.f_code.co_filename.startswith((*_LIBRARIES, _PACKAGE, "<")):
+            frame = frame.f_back
+        found = frame or innermost
+        return "" if found is None else f"{found.f_code.co_filename}:{found.f_lineno} in {found.f_code.co_name}"
+    finally:
+        del frame, innermost, found  # in the thread itself, a circle that would keep the locals of all callers
+
+
+def is_waiting() -> bool:
+    """Return whether the main thread waits for other ranks, in a collective or in a function marked as such."""
+    frame = _frame()
+    if frame is None:
+        return False
+    # The backend's call has no frame of its own, so the innermost frame is that of the call's wrapper, or torch's.
+    file = frame.f_code.co_filename
+    if file == _COLLECTIVES or f"{os.sep}torch{os.sep}distributed{os.sep}" in file:
+        return True
+    for _ in range(_DEPTH):
+        if frame is None:
+            return False
+        if frame.f_code in _waits:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def stack() -> str:
+    """Return the main thread's stack, as a traceback prints it."""
+    frame = _frame()
+    return "" if frame is None else "".join(traceback.format_stack(frame))
+
+
+def _frame(thread: threading.Thread | None = None) -> FrameType | None:
+    return sys._current_frames().get((thread or threading.main_thread()).ident or 0)
+
 
 _ASSERTION = "device-side assert"  # in CUDA's message of a kernel's assertion that does not hold
 
@@ -187,3 +260,93 @@ class Deadline:
             at = 0.0 if seconds is None else max(seconds - early, 0.001)
             spec = _TimerSpec(0, 0, int(at), int(at % 1 * 1e9))
             self._libc.timer_settime(timer, 0, ctypes.byref(spec), None)
+
+
+Error = TypeVar("Error", bound=RuntimeError)
+
+
+class CaughtErrors:
+    """The errors of one rank after which its program may have gone on.
+
+    Attributes:
+        of_pass: what the program has caught of its last forward pass, for messages; empty once the ranks agree again.
+    """
+
+    def __init__(self) -> None:
+        self._first: RuntimeError | None = None
+        self.of_pass = ""
+
+    def keep(self, error: Error) -> Error:
+        """Remember an error after which the ranks cannot go on together, and return it."""
+        self._first = self._first or error
+        return error
+
+    def swallowed(self) -> RuntimeError | None:
+        """Return the first error of the group, if the program has caught it and gone on.
+
+        Raises:
+            RuntimeError: this error, while the program still handles it, as in a ``finally``.
+        """
+        if self._first is None or threading.current_thread() is not threading.main_thread():
+            return None
+        if sys.exc_info()[1] is not None:
+            raise self._first
+        return self._first
+
+    def see_pass(self, error: BaseException | None, step: int) -> bool:
+        """Take the error that ends a forward pass; return whether it is one of the program."""
+        if error is None or isinstance(error, DivergenceError | PeerFailedError | PlanError):
+            return False
+        self.of_pass = (
+            f"its program caught {in_short(error)}, which the forward pass of step {step} at {place()} "
+            "raised, and went on: skip a batch on every rank or on none"
+        )
+        return True
+
+
+def text_of(error: RuntimeError) -> str:
+    """Return what a process says that ends because its program has caught an error of the group."""
+    return (
+        f"the program caught {type(error).__name__} and went on, but the ranks are no longer at the same place, so "
+        "nothing that they compute together would be right. Let this error end the program: catch the classes that "
+        f"you expect instead of RuntimeError or Exception. It was:\n{error}"
+    )
+
+
+SPEAKS = 1.0  # seconds in which the process can print; its program may hold the lock of the stream
+MARGIN = 0.5  # seconds for the rest
+
+
+def end_process(
+    text: str, deadline: Deadline, last: Callable[[], None], error: BaseException | None = None
+) -> NoReturn:
+    """End this process with exit code 1.
+
+    Args:
+        text: what to print; empty for nothing.
+        deadline: this process's deadline, for the case that a part of its end hangs too.
+        last: a function to call after the text was printed.
+        error: the cause, for launchers that show it.
+    """
+    deadline.set(SPEAKS + MARGIN)
+
+    def speak() -> None:
+        if text:
+            tell(text)
+        if error is not None:
+            tell_launcher(error)
+        sys.stdout.flush()
+
+    speaker = threading.Thread(target=speak, daemon=True)
+    speaker.start()
+    speaker.join(SPEAKS)
+    last()
+    end_children()
+    os._exit(1)
+
+
+def end_children() -> None:
+    """Kill this process's daemons, such as a loader's workers: a stopped one would live on, or be waited for."""
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.kill()

@@ -25,13 +25,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from meshwright.errors import DivergenceError, PeerFailedError
-from meshwright.faults import caught_errors, ending, interpose, main_thread
-from meshwright.faults.collective_log import CallTrace, describe, describe_tensors, first_difference
-from meshwright.faults.end_process import MARGIN, SPEAKS, end_children, end_process
-from meshwright.faults.ending import Deadline
-from meshwright.faults.every_rank import Wishes, advice
-from meshwright.faults.group_timeouts import set_timeouts
-from meshwright.faults.hub_exchange import HubExchange
+from meshwright.faults import ending, interpose
+from meshwright.faults import ending as caught_errors
+from meshwright.faults import ending as main_thread
+from meshwright.faults.collective_log import CallTrace, describe, describe_tensors, first_difference, set_timeouts
+from meshwright.faults.ending import MARGIN, SPEAKS, Deadline, end_children, end_process
+from meshwright.faults.every_rank import HubExchange, Wishes, advice
 from meshwright.faults.link import Link
 from meshwright.faults.referee_server import Hub
 from meshwright.faults.statement import Statement, what_differs

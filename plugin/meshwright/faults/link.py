@@ -14,8 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any, BinaryIO, Protocol
 
-from meshwright.faults.ending import Deadline
-from meshwright.faults.main_thread import waits_for_ranks
+from meshwright.faults.ending import Deadline, waits_for_ranks
 
 CONNECT_TIMEOUT = 30.0  # seconds at most; enough, since rank 0 listens before it publishes its address
 OVERDUE = 1.5  # seconds by which a rank that cannot hear the hub lives longer than the hub waits for it

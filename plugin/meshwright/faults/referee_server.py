@@ -20,9 +20,8 @@ import time
 from typing import Any
 
 from meshwright.faults.link import Connection, line
-from meshwright.faults.meetings import Group
-from meshwright.faults.referee import Post, Referee
-from meshwright.mesh.listening import listening_address
+from meshwright.faults.referee import Group, Post, Referee
+from meshwright.mesh.process_group import listening_address
 from meshwright.mesh.siblings import this_process
 from meshwright.printable import tell
 

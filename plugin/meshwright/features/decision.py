@@ -1,4 +1,7 @@
-"""Everything that is decided about one model before the ranks meet: a function of its facts, a plan and the options."""
+"""Everything that is decided about one model before the ranks meet: a function of its facts, a plan and the options.
+
+A decision and the objects that carry it out, which the parts of a plan read when they are installed.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +10,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from meshwright.context.record import ContextRecord
 from meshwright.facts import Facts
 from meshwright.layout.tensor_layout import TensorLayout
+from meshwright.optim.runtime import Runtime
 from meshwright.parallel.forward.coupled_rows import has_stock_loss
+from meshwright.parallel.losses.causal_lm import calls_cross_entropy
 from meshwright.parallel.losses.head_losses import LossKind
-from meshwright.parallel.losses.token_loss import calls_cross_entropy
 from meshwright.parallel.tensor_parallel.structure import DecoderStructure
 from meshwright.pipeline.cut import Cut, with_stages
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.roles import Decoder
 from meshwright.roles.adapters import decoder_of, without_wrappers
-from meshwright.roles.blocks.adapted_experts import adapter_layouts
-from meshwright.roles.blocks.experts import expert_layouts
+from meshwright.roles.blocks.experts import adapter_layouts, expert_layouts
 from meshwright.roles.decoder import all_towers, modules_apart, modules_left_out
 
 
@@ -170,3 +175,29 @@ class Decision:
         # A loss that the forward itself computes is of the labels of all tokens, and a rank of cp has some of them.
         is_known = self.is_causal_lm or (self.context is None and calls_cross_entropy(self.decoder))
         return is_known and not self.config.gather_logits and self.config.engine is None and is_single
+
+
+@dataclass(frozen=True, kw_only=True)
+class Build(Decision):
+    """What was decided about one model, and the objects that carry it out.
+
+    Args:
+        runtime: the state that the model will carry; it holds this rank's axes.
+        device: the device of this rank's weights.
+        optimizer: the optimizer over the model's parameters, if the call has one.
+        wholes: for the modules that tp lets read the sizes of a rank's part: what they had read of the whole.
+    """
+
+    runtime: Runtime
+    device: torch.device
+    optimizer: Optimizer | None = None
+    wholes: dict[nn.Module, dict[str, Any]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, decision: Decision, runtime: Runtime, device: torch.device) -> Build:
+        """Return a decision for this rank of pp, with the objects that carry it out."""
+        return cls(**vars(decision.of_rank(runtime.mesh.pp.rank)), runtime=runtime, device=device)
+
+    def with_optimizer(self, optimizer: Optimizer | None) -> Build:
+        """Return the same for a call with an optimizer."""
+        return dataclasses.replace(self, optimizer=optimizer)

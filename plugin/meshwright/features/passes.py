@@ -8,27 +8,25 @@ from torch import nn
 
 from meshwright.compiling import leave_out_of_graphs
 from meshwright.context.region import ContextRegion
-from meshwright.features.build import Build
-from meshwright.parallel.batch.document_masks import keep_documents_apart
+from meshwright.features.decision import Build
+from meshwright.parallel.batch.document_rows import keep_documents_apart
 from meshwright.parallel.batch.items import BatchFormat
 from meshwright.parallel.batch.longest_position import LongestPosition
 from meshwright.parallel.batch.mixed_rows import BatchStatistics
-from meshwright.parallel.experts.counts import ExpertCounts
-from meshwright.parallel.experts.dispatch import ExpertDispatch
+from meshwright.parallel.experts.load_balancing import ExpertCounts
 from meshwright.parallel.experts.slices import OutputBiasOnce, SlicedExperts
+from meshwright.parallel.experts.token_dispatchers import ExpertDispatch
 from meshwright.parallel.forward.compiled_layers import CompilableLayers, layers_of, why_not_compiled
-from meshwright.parallel.forward.generate_together import GenerateTogether
+from meshwright.parallel.forward.refused_arguments import GenerateTogether
 from meshwright.parallel.forward.state import EnteredForward, ForwardState
 from meshwright.parallel.forward.uneven_batches import UnevenBatches
-from meshwright.parallel.forward.user_hooks import HookedModules
-from meshwright.parallel.forward.whole_hooks import WholeHooks
+from meshwright.parallel.forward.user_hooks import HookedModules, WholeHooks
 from meshwright.parallel.method_chain import add_step
 from meshwright.parallel.replicas.comparison import ReplicaComparison
-from meshwright.parallel.replicas.state import ModuleTensors
+from meshwright.parallel.replicas.replicate_model import ModuleTensors
 from meshwright.parallel.tensor_parallel.apply import install_tensor_parallel
 from meshwright.parallel.tensor_parallel.float8 import Float8Layers
-from meshwright.roles.blocks.adapted_experts import keep_local_adapters
-from meshwright.roles.blocks.experts import has_experts, has_output_bias, is_experts
+from meshwright.roles.blocks.experts import has_experts, has_output_bias, is_experts, keep_local_adapters
 
 
 def compare_replicas(build: Build) -> None:

@@ -9,27 +9,24 @@ from collections.abc import Set
 from torch import nn
 
 from meshwright.context.attention import ContextAttention, attach_attention, context_axes
-from meshwright.context.context_forward import ContextForward
 from meshwright.context.handed_states import part_mixers
-from meshwright.context.position_bias import make_whole
-from meshwright.context.region import ContextRegion
-from meshwright.faults.group_timeouts import set_timeouts
-from meshwright.features.build import Build
+from meshwright.context.record import make_whole
+from meshwright.context.region import ContextForward, ContextRegion
+from meshwright.faults.collective_log import set_timeouts
+from meshwright.features.decision import Build
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel.batch.document_rows import RowDocuments
 from meshwright.parallel.batch.flash_rows import FlashRows
 from meshwright.parallel.batch.items import BatchFormat
 from meshwright.parallel.batch.mixed_rows import POSITIONS, PositionsOfRows, splits_rows
-from meshwright.parallel.forward.call_hooks import RefusesCallHooks, WrapperCall
-from meshwright.parallel.forward.split_forward import SplitForward
-from meshwright.parallel.gradients.loss_scale import LossScale
-from meshwright.parallel.losses.batch_loss import BatchLoss
+from meshwright.parallel.forward.split_forward import RefusesCallHooks, SplitForward, WrapperCall
+from meshwright.parallel.gradients.summed import LossScale
+from meshwright.parallel.losses.causal_lm import BatchLoss
 from meshwright.parallel.method_chain import add_step
 from meshwright.parallel.tensor_parallel.apply import SequenceRegion
 from meshwright.parallel.tensor_parallel.float8 import float8_layers
-from meshwright.parallel.tensor_parallel.second_inputs import PER_TOKEN
+from meshwright.parallel.tensor_parallel.second_inputs import PER_TOKEN, TowerFeatures
 from meshwright.parallel.tensor_parallel.shared_tower import SharedTower, shares_towers
-from meshwright.parallel.tensor_parallel.tower_features import TowerFeatures
 from meshwright.pipeline.pipeline_forward import Pipeline, PipelineForward
 from meshwright.pipeline.stage_outputs import StageOutputs
 from meshwright.plan.config import ParallelPlan

@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 from meshwright.context.region import ContextRegion
-from meshwright.features.build import Build
+from meshwright.features.decision import Build
 from meshwright.layout.tensor_layout import is_held
 from meshwright.optim.attach_gradients import install_gradient_sync, leave_gradients_to_engine
 from meshwright.optim.elementwise import declared, whole_groups
-from meshwright.optim.shard_state import shard_state
-from meshwright.optim.step_watch import watch_steps
+from meshwright.optim.state_dicts import shard_state
+from meshwright.optim.steps import watch_steps
 from meshwright.parallel.batch.document_rows import RowDocuments
 from meshwright.parallel.batch.items import BatchFormat
 from meshwright.parallel.batch.mean_over_ranks import GlobalMean
 from meshwright.parallel.experts.load_balancing import LoadBalancing
-from meshwright.parallel.experts.router_record import forward_with_router_loss
-from meshwright.parallel.experts.routing_replay import ReplayedBlock
+from meshwright.parallel.experts.routers import ReplayedBlock, forward_with_router_loss
 from meshwright.parallel.forward.compiled_layers import CompilableLayers
 from meshwright.parallel.forward.coupled_rows import CoupledRows
 from meshwright.parallel.forward.recompute import recompute_layers, recompute_switch
 from meshwright.parallel.forward.state import ForwardState
-from meshwright.parallel.losses.causal_lm import CausalLMLoss
+from meshwright.parallel.losses.causal_lm import CallsLossFunction, CausalLMLoss, TokenLoss, replacement_of
 from meshwright.parallel.losses.deferred_logits import Deferral, DeferringHead
 from meshwright.parallel.losses.head_losses import install_loss
-from meshwright.parallel.losses.replaced_forward import CallsLossFunction, replacement_of
-from meshwright.parallel.losses.token_loss import TokenLoss
 from meshwright.parallel.method_chain import add_step
-from meshwright.parallel.replay import AttachesReplay, Replay
+from meshwright.parallel.saved_tensors import AttachesReplay, Replay
 from meshwright.roles.blocks.experts import owners_of_experts
 
 

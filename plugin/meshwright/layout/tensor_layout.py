@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from meshwright.errors import PlanError
-from meshwright.layout.blocks import StridedBlock, between
 from meshwright.layout.packed_weights import stored_shape
-from meshwright.layout.row_layout import RowLayout, Span, expanded
+from meshwright.layout.row_layout import RowLayout, Span, StridedBlock, between, expanded
 from meshwright.mesh.axes import Mesh, Place
 
 

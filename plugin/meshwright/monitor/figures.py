@@ -1,12 +1,91 @@
-"""The figures of one interval of training: of each rank, and of all ranks together."""
+"""The figures of one interval of training: of each rank, and of all ranks together.
+
+How unevenly tokens are spread over the experts of each layer, and over the ranks that share them.
+
+The line of an interval: its text, and how it gets to standard error beside the bars of other libraries.
+"""
 
 from __future__ import annotations
 
+import itertools
 import statistics
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import ceil
 
-from meshwright.monitor.expert_load import fullest_loads
+import torch
+from torch import Tensor, nn
+
+from meshwright.parallel.experts.load_balancing import ExpertCounts
+from meshwright.planner.formatting import memory, seconds
+from meshwright.printable import printable_lines
+
+
+class ExpertLoad:
+    """This rank's counts of the tokens of each expert, for the lines of a run.
+
+    Args:
+        model: the model that the program has, whose names of modules are shown.
+        counts: what counts the tokens.
+        device: the device of this rank.
+    """
+
+    def __init__(self, model: nn.Module, counts: ExpertCounts, device: torch.device):
+        self._counts, self._before = counts, torch.zeros((), dtype=torch.int64, device=device)
+        self._sent: tuple[Tensor, torch.Event] | None = None
+        if not counts.is_on:
+            counts.begin(device)
+        names = {module: name for name, module in model.named_modules()}
+        self._names = {module: names.get(module, "") for module in counts.sizes}
+
+    def take(self) -> dict[str, list[int]]:
+        """Return the tokens of each expert by the name of its module, since the last call.
+
+        On CUDA they are those of the call before, which have reached the host by now, so that it does not wait.
+        """
+        own = self._counts.own()
+        new, self._before = own - self._before, own
+        if new.is_cuda:
+            sent, host = self._sent, torch.empty(new.shape, dtype=new.dtype, pin_memory=True)
+            host.copy_(new, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+            self._sent = (host, event)
+            if sent is None or not sent[1].query():
+                return {}
+            new = sent[0]
+        return {self._names[experts]: part.tolist() for experts, part in self._counts.by_module(new).items()}
+
+
+def fullest_loads(of_ranks: Sequence[Mapping[str, Sequence[int]]], ep: int) -> tuple[dict[str, float], float | None]:
+    """Return the load of each layer's fullest expert, and the load of the fullest of the ranks that share experts.
+
+    A load is a number of tokens relative to the mean.
+
+    Args:
+        of_ranks: for each rank, what :meth:`ExpertLoad.take` has returned.
+        ep: the number of ranks that share the experts of a layer.
+
+    Example:
+        >>> fullest_loads([{"layers.0": [3, 1, 0, 0]}, {"layers.0": [1, 1, 1, 1]}], 2)
+        ({'layers.0': 2.0}, 1.5)
+    """
+    sums: dict[str, list[int]] = {}
+    for own in of_ranks:
+        for name, counts in own.items():
+            sums[name] = [sum(pair) for pair in itertools.zip_longest(sums.get(name, ()), counts, fillvalue=0)]
+    routed = {name: counts for name, counts in sums.items() if any(counts)}
+    experts = {name: max(counts) * len(counts) / sum(counts) for name, counts in routed.items()}
+    if ep == 1 or not routed:
+        return experts, None
+    ranks = [0] * ep
+    for counts in routed.values():
+        each = ceil(len(counts) / ep)
+        for rank in range(ep):
+            ranks[rank] += sum(counts[rank * each : (rank + 1) * each])
+    return experts, max(ranks) * ep / sum(ranks)
+
 
 PARTS = ("forward", "backward", "optimizer", "between")  # the parts of a step, in order
 
@@ -180,3 +259,62 @@ def _straggler(ranks: Mapping[int, RankFigures], steps: int) -> tuple[int | None
     slowest = min(ranks, key=lambda rank: ranks[rank].waited)
     others = [own.waited for rank, own in ranks.items() if rank != slowest]
     return slowest, (statistics.median(others) - ranks[slowest].waited) / steps
+
+
+def line(figures: Figures, *, max_steps: int | None = None) -> str:
+    """Return one line of text, without the unknown figures.
+
+    Example:
+        >>> print(line(Figures(step=20, loss=2.5, norm=0.75, lr=3e-4, tokens=40960, seconds_per_step=0.5,
+        ...                    tokens_per_second=8192.0, ranks=2, mfu=0.41, peak={0: 2.0**30, 1: 2.0**31}, slowest=1,
+        ...                    behind=0.012, parts={}, waited=0.0, left=490.0), max_steps=1000))
+        step 20/1000  loss 2.5000  norm 0.750  lr 3.0e-04  8,192 tokens/s  4,096 per device  MFU 41.0%  \
+peak 2.0 GiB (rank 1)  slowest rank 1 (+12 ms)  left 0:08:10
+    """
+    found = figures
+    is_within = max_steps is not None and found.step <= max_steps  # a program may run for longer
+    words = [f"step {found.step}" + (f"/{max_steps}" if is_within else "")]
+    if found.loss is not None:
+        words.append(f"loss {found.loss:.4f}")
+    if found.norm is not None:
+        words.append(f"norm {found.norm:.3f}")
+    if found.lr is not None:
+        words.append(f"lr {found.lr:.1e}")
+    if found.tokens:
+        rate = found.tokens_per_second
+        words += [f"{rate:,.0f} tokens/s", f"{rate / found.ranks:,.0f} per device"]
+    else:
+        words.append(f"{seconds(found.seconds_per_step)} per step")
+    if found.mfu is not None:
+        words.append(f"MFU {found.mfu:.1%}")
+    words.append(f"peak {memory(found.peak[found.fullest])} (rank {found.fullest})")
+    if found.slowest is not None:
+        words.append(f"slowest rank {found.slowest} (+{seconds(found.behind)})")
+    if found.expert_load:
+        words.append(f"fullest expert {max(found.expert_load.values()):.1f}x the mean")
+    if found.left is not None and is_within:
+        words.append(f"left {clock(found.left)}")
+    return "  ".join(words)
+
+
+def clock(value: float) -> str:
+    """Return a duration as hours, minutes and seconds, with days before them.
+
+    Example:
+        >>> clock(490), clock(100_000)
+        ('0:08:10', '1d 3:46:40')
+    """
+    days, rest = divmod(round(value), 86400)
+    text = f"{rest // 3600}:{rest // 60 % 60:02}:{rest % 60:02}"
+    return f"{days}d {text}" if days else text
+
+
+def say(text: str) -> None:
+    """Print lines to standard error; an open bar of tqdm is cleared before, and drawn again below them."""
+    text = printable_lines(text)
+    bar = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    if bar is not None and getattr(bar, "_instances", None):
+        bar.write(text, file=sys.stderr)
+        sys.stderr.flush()
+    else:
+        print(text, file=sys.stderr, flush=True)

@@ -18,19 +18,14 @@ from torch.optim import Optimizer
 from meshwright.errors import PlanError
 from meshwright.faults.together import succeed_together
 from meshwright.layout.tensor_layout import global_shape
-from meshwright.mesh.cores import core_count
-from meshwright.monitor.card import Card, Comparison
-from meshwright.monitor.estimate import Estimate, Machine, estimate
-from meshwright.monitor.expert_load import ExpertLoad
-from meshwright.monitor.figures import Figures, together
-from meshwright.monitor.host_values import HostValues
-from meshwright.monitor.line import line, say
-from meshwright.monitor.provenance import provenance
-from meshwright.monitor.records import VERSION, RunLog
-from meshwright.monitor.reporter import PendingRecord, Reporter
+from meshwright.mesh.host import core_count
+from meshwright.monitor.card import Card, Comparison, Estimate, Machine, estimate
+from meshwright.monitor.figures import ExpertLoad, Figures, line, say, together
+from meshwright.monitor.records import VERSION, RunLog, provenance
+from meshwright.monitor.reporter import HostValues, PendingRecord, Reporter
 from meshwright.monitor.step_observer import StepObserver
 from meshwright.optim.runtime import Runtime, Watch, device_of
-from meshwright.parallel.experts.counts import ExpertCounts
+from meshwright.parallel.experts.load_balancing import ExpertCounts
 from meshwright.pipeline.pipeline_forward import PipelineForward
 from meshwright.plan.config import ToDistributedConfig
 from meshwright.planner.formatting import memory

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from meshwright.monitor.figures import PARTS
-from meshwright.planner.page.draw import Box, Svg, number, text_width, ticks
+from meshwright.planner.page.render import Box, Svg, number, text_width, ticks
 
 _LEFT, _TOP, _BOTTOM, _HEIGHT = 56, 10, 26, 210  # pixels
 _MOST = 400  # points of one line; more are joined to means

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from meshwright.errors import PlanError
-from meshwright.monitor.estimate import Machine, estimate
+from meshwright.monitor.card import Machine, estimate
 from meshwright.monitor.held_memory import MemoryOfRanks, memory_of_ranks
 from meshwright.monitor.monitor import monitor_of
 from meshwright.optim.runtime import check_steps, plan_of, runtime_of

@@ -1,30 +1,35 @@
 """The page of ``meshwright report``: the logs of runs with plots that a reader can zoom, smooth and compare.
 
 Still pictures of a run do not need the page's script: they are for paper, and for readers who turn scripts off.
+
+Serves the report of runs that go on to browsers on this machine.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
 
-from meshwright.monitor import report_tables as tables
+from meshwright.errors import PlanError
+from meshwright.monitor import report_data as tables
 from meshwright.monitor.figures import PARTS
 from meshwright.monitor.plots import COLOURS, Marks, Series, line_plot, parts_plot
 from meshwright.monitor.records import RunRecords, number
 from meshwright.monitor.report_data import GIB, by_rank, estimated_memory, report_data, shown_ranks
 from meshwright.monitor.run_folders import LoggedRun, find_runs
+from meshwright.outside_files import write_whole
 from meshwright.planner.formatting import memory, seconds
-from meshwright.planner.page.draw import Svg
-from meshwright.planner.page.render import as_script, fragment, render
-from meshwright.whole_file import write_whole
+from meshwright.planner.page.render import Svg, as_script, fragment, render
+from meshwright.printable import printable
 
 _PAGE = Path(__file__).with_name("page")
 _SCRIPTS = ("chart", "report")
@@ -241,3 +246,77 @@ def _parts(found: RunRecords) -> Plot:
     )
     draw = functools.partial(parts_plot, steps, unit=seconds)
     return Plot("Time of a step by part", words, "parts", draw, [(COLOURS[name], name) for name in PARTS])
+
+
+_HOST = "127.0.0.1"
+
+
+class ReportServer(ThreadingHTTPServer):
+    """A server on this machine's loopback interface whose page follows the runs.
+
+    Args:
+        paths: the runs, as for ``report``; they are read again at each request.
+        port: the port; 0 takes a free one.
+        every: seconds between two questions of an open page.
+
+    Raises:
+        PlanError: if there is no log, or the port is taken.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, paths: Sequence[str | os.PathLike[str]], *, port: int = 0, every: float = 2.0):
+        self.paths, self.every = paths, every
+        find_runs(paths)
+        try:
+            super().__init__((_HOST, port), _Handler)
+        except (OSError, OverflowError) as error:
+            raise PlanError(
+                f"--port {port} cannot be used ({error}); choose another, or leave --port out to take a free one"
+            ) from None
+
+    @property
+    def address(self) -> str:
+        """The address of the page."""
+        return f"http://{_HOST}:{self.server_address[1]}/"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: ReportServer
+    timeout = 30.0  # seconds without a word, after which a connection is closed
+
+    def do_GET(self) -> None:
+        port = self.server.server_address[1]
+        if self.headers.get("Host") not in (f"{_HOST}:{port}", f"localhost:{port}"):
+            # A page of another site whose name leads to this address must not read the runs.
+            self._answer(403, "text/plain", f"open {self.server.address} instead")
+        elif self.path.partition("?")[0] == "/":
+            self._answer_from("text/html", lambda runs: page_of(runs, live=self.server.every))
+        elif self.path.partition("?")[0] == "/data.json":
+            self._answer_from("application/json", lambda runs: json.dumps(news_of(runs, live=self.server.every)))
+        else:
+            self._answer(404, "text/plain", f"there is only {self.server.address}")
+
+    def _answer_from(self, kind: str, content: Callable[[Sequence[LoggedRun]], str]) -> None:
+        try:
+            text = content(find_runs(self.server.paths))
+        except PlanError as error:  # for example a log that was removed meanwhile
+            self._answer(500, "text/plain", str(error))
+        except Exception as error:  # a reader of the page gets a sentence, whatever the logs hold
+            why = printable(f"{type(error).__name__}: {error}"[:300])
+            self._answer(500, "text/plain", f"the logs of these runs cannot be shown: {why}")
+        else:
+            self._answer(200, kind, text)
+
+    def _answer(self, status: int, kind: str, text: str) -> None:
+        content = text.encode()
+        self.send_response(status)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("Cache-Control", "no-store")
+        with contextlib.suppress(ConnectionError):  # the reader has closed the page meanwhile
+            self.end_headers()
+            self.wfile.write(content)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Print nothing for a request."""

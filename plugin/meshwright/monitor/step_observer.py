@@ -17,15 +17,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from meshwright.data.reading_time import waited_for_data
+from meshwright.data.peers import waited_for_data
 from meshwright.faults import interpose
 from meshwright.monitor.figures import PARTS, RankFigures
 from meshwright.monitor.held_memory import peak_memory
 from meshwright.optim.chained import members, stepping
 from meshwright.optim.runtime import Runtime, find_runtime
-from meshwright.optim.step_watch import watch_every_step
+from meshwright.optim.steps import watch_every_step
+from meshwright.parallel.autograd_graph import loss_of
 from meshwright.parallel.batch.schema import BatchSchema
-from meshwright.parallel.output_loss import loss_of
 
 _SAMPLED = 10  # on CUDA, the parts of every tenth step are recorded, and those of the steps before a line
 

@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 
 from meshwright.errors import PlanError
 from meshwright.faults.guard import start_guard
-from meshwright.faults.memory_digest import value_digest
-from meshwright.faults.same_call import Claim, agreed
+from meshwright.faults.statement import value_digest
+from meshwright.faults.together import Claim, agreed
 from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.mesh.axes import Axis, Mesh
 from meshwright.mesh.process_group import ensure_process_group, world_size
@@ -33,17 +33,16 @@ from meshwright.optim.gradients import Gradients
 from meshwright.optim.offload import HostSteps
 from meshwright.optim.runtime import Runtime, attach, find_runtime, live_runtimes
 from meshwright.optim.state_dicts import guard_optimizer
-from meshwright.optim.step_hooks import StepHooks
-from meshwright.optim.thawing import FixedParameters, TrainedParameters
+from meshwright.optim.steps import StepHooks
+from meshwright.optim.trained_parameters import FixedParameters, TrainedParameters
 from meshwright.optim.whole_steps import WholeSteps
 from meshwright.optim.zero.sliced_optimizer import LentSlices, hook_optimizer
 from meshwright.parallel.collectives import maximum
-from meshwright.parallel.gradients.loss_scale import LossScale
-from meshwright.parallel.gradients.shared_rows import sum_copies_in_backward
+from meshwright.parallel.gradients.summed import LossScale, sum_copies_in_backward
 from meshwright.parallel.replicas.comparison import ReplicaComparison
-from meshwright.parallel.shards.guard_windows import StepWindow
-from meshwright.parallel.shards.reads import reading_shards
-from meshwright.plan.flat_offsets import BUCKET_MB
+from meshwright.parallel.shards.partial_gradients import StepWindow
+from meshwright.parallel.shards.stand_in import reading_shards
+from meshwright.plan.parts import BUCKET_MB
 
 Found = dict[torch.device, Tensor]  # a number for each device of gradients: not 0 if some are infinite or NaN
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from meshwright.layout.tensor_layout import is_held
 from meshwright.optim.runtime import device_of, runtime_of
-from meshwright.parallel.experts.counts import ExpertCounts
-from meshwright.parallel.shards.reads import reading_shards
+from meshwright.parallel.experts.load_balancing import ExpertCounts
+from meshwright.parallel.shards.stand_in import reading_shards
 from meshwright.roles.adapters import is_adapted
 
 

@@ -13,11 +13,11 @@ from torch.optim import Optimizer
 
 from meshwright.layout.tensor_layout import TensorLayout, layout_of
 from meshwright.mesh.axes import Mesh
-from meshwright.optim.zero.ownership import stepped_over
+from meshwright.optim.zero.segments import stepped_over
 from meshwright.optim.zero.zero_optimizer import ReduceScatter, slice_copies
 from meshwright.parallel.gradients.gradient_hooks import GradientHooks
 from meshwright.parallel.gradients.sync import GradientSync
-from meshwright.plan.flat_offsets import BUCKET_MB
+from meshwright.plan.parts import BUCKET_MB
 
 
 class RequiresGrad(Protocol):

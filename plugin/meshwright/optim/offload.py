@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwright.optim.chained import members, stepping
-from meshwright.optim.reads import ELEMENTWISE
-from meshwright.optim.zero.host_copy import HostCopy, SideStream, on_host
+from meshwright.optim.elementwise import ELEMENTWISE
+from meshwright.optim.zero.segments import HostCopy, SideStream, on_host
 from meshwright.optim.zero.zero_optimizer import ReduceScatter, ShardedBucket
-from meshwright.parallel.shards.reads import reading_shards
+from meshwright.parallel.shards.stand_in import reading_shards
 from meshwright.parallel.shards.state_of_parts import open_state
 
 

@@ -28,7 +28,7 @@ from meshwright.optim.zero.zero3_layers import ShardedWeights
 from meshwright.parallel.batch.loss_gradients import LossGradients
 from meshwright.parallel.draws.device_draws import DeviceDraws
 from meshwright.parallel.dropout_streams import DropoutStreams
-from meshwright.parallel.features import Features
+from meshwright.parallel.method_chain import Features
 from meshwright.parallel.replicas.comparison import ReplicaComparison
 from meshwright.plan.config import ParallelPlan
 from meshwright.temporarily import temporarily

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwright.optim.chained import members
-from meshwright.optim.zero.host_copy import on_host
+from meshwright.optim.zero.segments import on_host
 from meshwright.random_states import RandomStates
 
 # The attribute of an optimizer with what it was like when it was checked. A table of a module would keep it alive: its

@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwright.errors import OptimizerMismatchError
-from meshwright.layout.blocks import StridedBlock, numel
-from meshwright.layout.row_layout import RowLayout
+from meshwright.layout.row_layout import RowLayout, StridedBlock, numel
 from meshwright.layout.tensor_layout import TensorLayout, layout_of
 from meshwright.mesh.axes import Axis, Mesh
 from meshwright.optim.chained import groups_of, members, stepping
@@ -33,9 +32,8 @@ from meshwright.optim.owners import ComparedSteps, owners_of
 from meshwright.optim.trial import follow_overrides
 from meshwright.parallel.collectives import start_all_to_all_uneven
 from meshwright.parallel.gradients.buckets import flat_dtype
-from meshwright.parallel.shards.lent_parameter import LentParameter, OwnedParameter
-from meshwright.parallel.shards.reads import reading_shards
-from meshwright.parallel.shards.state_of_parts import open_state
+from meshwright.parallel.shards.stand_in import reading_shards
+from meshwright.parallel.shards.state_of_parts import LentParameter, OwnedParameter, open_state
 
 logger = logging.getLogger(__name__)
 

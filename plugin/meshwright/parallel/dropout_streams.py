@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.mesh.axes import Axis, Mesh
-from meshwright.schema import Check, integer, record
+from meshwright.outside_files import Check, integer, record
 
 _MAX_SEED = 2**62
 _NEXT, _SHARED, _OWN = 1, 2, 3  # what a seed is derived for: the next, a shared or an own stream (_OWN + r for rank r)

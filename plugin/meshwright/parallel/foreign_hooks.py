@@ -1,4 +1,7 @@
-"""Tells the program's own hooks on a model from those of the libraries that it uses."""
+"""Tells the program's own hooks on a model from those of the libraries that it uses.
+
+Recognises modules that another library has distributed by a class of its own.
+"""
 
 from __future__ import annotations
 
@@ -90,3 +93,11 @@ def origin(hook: object) -> str:
         hook = hook.func
     named = hook if hasattr(hook, "__qualname__") else type(hook)
     return f"{getattr(hook, '__module__', None) or type(hook).__module__}.{named.__qualname__}"
+
+
+_WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"}
+
+
+def wrapper_of(module: nn.Module) -> str | None:
+    """Return the name of the class that distributes a module; None if there is none."""
+    return next((kind.__name__ for kind in type(module).__mro__ if kind.__name__ in _WRAPPERS), None)

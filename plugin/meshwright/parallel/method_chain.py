@@ -7,10 +7,15 @@ lies inside of it, the method itself at last. For example::
                        documents of packed rows -> the router's loss -> stock forward
     layer.forward      the layer's stage -> the compiled function -> stock forward
     mixer.forward      the tokens of cp -> the documents of packed rows -> stock forward
+
+What a distributed model carries besides its weights and gradients, one object of each kind.
+
+Finds the calls at the two borders of a decoder's layers, also if a module runs at several places of the decoder.
 """
 
 from __future__ import annotations
 
+import copy
 import enum
 import inspect
 from collections.abc import Callable, Mapping
@@ -19,9 +24,12 @@ from typing import Any, ClassVar, TypeVar
 from weakref import WeakKeyDictionary
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
-from meshwright.compiling import pause_compiling
-from meshwright.replaced_method import replace_method
+from meshwright.compiling import pause_compiling, without_compilation
+from meshwright.errors import PlanError
+from meshwright.roles import Decoder
+from meshwright.temporarily import replace_method
 
 # The places of steps in a chain, from the outermost to the innermost, whichever is added first. ALONE is for a method
 # that gets a step from one part of a plan only.
@@ -170,3 +178,118 @@ def find_step(owner: nn.Module, kind: type[StepT]) -> StepT | None:
 def arguments(signature: inspect.Signature, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dict[str, Any]:
     """Return the arguments of a call by name, including positional arguments."""
     return {**dict(zip(signature.parameters, args, strict=False)), **kwargs}
+
+
+T = TypeVar("T")
+
+
+class Features:
+    """The objects that the parts of a plan have installed on a model, found by their class.
+
+    A part of a plan adds its object when it is installed, and whoever needs the object asks for its class. So a new
+    part needs no field in the runtime, and a copied model gets a copy of each object.
+
+    Example:
+        >>> features = Features()
+        >>> features.add([1, 2])
+        [1, 2]
+        >>> features.find(list), features.find(dict)
+        ([1, 2], None)
+    """
+
+    def __init__(self) -> None:
+        self._all: list[tuple[object, bool]] = []  # each with whether it is copied
+
+    def add(self, feature: T, *, is_copied: bool = True) -> T:
+        """Add an object in the place of one of the same class, if there is one, and return it.
+
+        Args:
+            feature: the object.
+            is_copied: whether a copy of the model gets a copy of the object; otherwise it has none.
+        """
+        others = [(one, is_kept) for one, is_kept in self._all if type(one) is not type(feature)]
+        self._all = [(feature, is_copied), *others]
+        return feature
+
+    def find(self, kind: type[T]) -> T | None:
+        """Return the newest object of a class; None if no part of the plan has added one."""
+        return next((one for one, _ in self._all if isinstance(one, kind)), None)
+
+    def get(self, kind: type[T]) -> T:
+        """Return the object of a class, which an earlier part of the plan has added."""
+        feature = self.find(kind)
+        assert feature is not None, f"no part of the plan has added a {kind.__name__}"
+        return feature
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Features:
+        new = Features()
+        new._all = [(copy.deepcopy(one, memo), True) for one, is_copied in self._all if is_copied]
+        return new
+
+
+class RegionBorders:
+    """The first layer and the module after which the layers have ended: the final norm, else the last layer.
+
+    Args:
+        structure: the decoder's structure.
+
+    Attributes:
+        first: the first layer.
+        is_first_again: whether the first layer runs at a later place too.
+        last: the final norm or the last layer.
+    """
+
+    def __init__(self, structure: Decoder):
+        layers = structure.layers
+        self.first, self.last = layers[0], structure.final_norm or layers[-1]
+        self.is_first_again = layers.count(self.first) > 1
+        self._calls = self._calls_left = max(1, layers.count(self.last))
+        self._depth = 0  # of running layers that have the final norm inside
+        self._handles: list[RemovableHandle] = []
+        self._stacks = [
+            (name, stack, stack[0], stack[-1])
+            for stack, name in structure.facts.names.items()
+            if isinstance(stack, nn.ModuleList) and self.first in list(stack)
+        ]
+        for layer in dict.fromkeys(layers):
+            if layer is not self.last and self.last in structure.facts.inside(layer):
+                self._handles.append(layer.register_forward_pre_hook(self._enter))
+                self._handles.append(layer.register_forward_hook(self._leave, always_call=True))
+
+    def check(self) -> None:
+        """Raise if the program has changed which layers are at the borders.
+
+        Raises:
+            PlanError: another layer stands in the place of the first one, or of the last if no final norm follows.
+        """
+        for name, stack, first, last in self._stacks:
+            now = list(map(without_compilation, stack))  # a compiled layer runs the hooks of the one inside
+            if now[:1] != [first] or (last is self.last and now[-1:] != [last]):
+                raise PlanError(
+                    f"{name} has another layer at its {'start' if now[:1] != [first] else 'end'} than at the call of "
+                    "to_distributed, which cuts the tokens before the first layer and joins them after the last, so "
+                    f"the ranks would have tokens that do not belong together. Change {name} before to_distributed, or "
+                    'use a plan without sequence parallelism and cp, such as plan="tp2"'
+                )
+
+    def begin(self) -> None:
+        """Begin a pass through the layers."""
+        self._calls_left = self._calls
+
+    def has_ended(self) -> bool:
+        """Return whether the call of ``last`` that ends now is the one after which the layers have ended."""
+        if self._depth:
+            return False
+        self._calls_left -= 1
+        return self._calls_left == 0
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _enter(self, layer: nn.Module, args: tuple[object, ...]) -> None:
+        self._depth += 1
+
+    def _leave(self, layer: nn.Module, args: tuple[object, ...], output: object) -> None:
+        self._depth -= 1

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.errors import PlanError
+from meshwright.parallel.autograd_graph import loss_of
 from meshwright.parallel.batch.schema import Batch
 from meshwright.parallel.batch.share import cut
 from meshwright.parallel.gradients.summed import SummedGradients
 from meshwright.parallel.method_chain import StepOrder
-from meshwright.parallel.output_loss import loss_of
-from meshwright.parallel.shards.reads import reading_shards
+from meshwright.parallel.shards.stand_in import reading_shards
 from meshwright.parallel.tensor_parallel.column_projections import LinearForward
 from meshwright.pipeline.links import (
     Crossing,
@@ -37,8 +37,7 @@ from meshwright.pipeline.links import (
     has_gradient,
 )
 from meshwright.pipeline.stages import Stages
-from meshwright.plan.schedule import Kind, Operation
-from meshwright.plan.transfers import received_by, receiving_stage, transfers
+from meshwright.plan.schedule import Kind, Operation, received_by, receiving_stage, transfers
 from meshwright.roles.linear_kernel import LinearKernel, kernel_of
 from meshwright.temporarily import temporarily
 

@@ -14,34 +14,32 @@ from meshwright.errors import PlanError
 from meshwright.faults.interpose import own_collectives
 from meshwright.layout.tensor_layout import layout_of
 from meshwright.mesh.axes import Axis
-from meshwright.mesh.host_wire import waiting_for_the_gpu
+from meshwright.mesh.host import waiting_for_the_gpu
 from meshwright.mesh.process_group import wire_device
-from meshwright.parallel.batch.fixed_inputs import FixedInputs
 from meshwright.parallel.batch.items import BatchFormat
+from meshwright.parallel.batch.mixed_rows import FixedInputs
 from meshwright.parallel.batch.schema import Batch, BatchSchema, leaves
 from meshwright.parallel.batch.share import cut
 from meshwright.parallel.collectives import all_reduce
 from meshwright.parallel.experts.load_balancing import LoadBalancing
-from meshwright.parallel.experts.router_record import RouterRecord
+from meshwright.parallel.experts.routers import RouterRecord
 from meshwright.parallel.forward.split_forward import check_inputs, count_micro_batches
 from meshwright.parallel.forward.user_hooks import HookedModules
 from meshwright.parallel.forward.writes import WritesPerPiece
-from meshwright.parallel.gradients.loss_scale import LossScale
-from meshwright.parallel.gradients.summed import SummedGradients
-from meshwright.parallel.losses.batch_loss import BatchLoss
+from meshwright.parallel.gradients.summed import LossScale, SummedGradients
+from meshwright.parallel.losses.causal_lm import BatchLoss
 from meshwright.parallel.method_chain import BatchStep, StepOrder, find_step
-from meshwright.parallel.shards.reads import own_shape, reading_shards
+from meshwright.parallel.shards.stand_in import own_shape, reading_shards
 from meshwright.parallel.tensor_parallel.apply import SequenceRegion
-from meshwright.parallel.tensor_parallel.tower_features import TowerFeatures
+from meshwright.parallel.tensor_parallel.second_inputs import TowerFeatures
 from meshwright.pipeline.cut import Cut
 from meshwright.pipeline.executor import Boundaries, Step, WeightGradients, run_evaluation, run_training
 from meshwright.pipeline.links import DTYPES, Format, Links, pipeline_groups
 from meshwright.pipeline.stage_outputs import StageOutputs
 from meshwright.pipeline.stages import BesideInputs, Stages
 from meshwright.plan.config import ParallelPlan
-from meshwright.plan.context_methods import local_tokens
-from meshwright.plan.schedule import SPLIT_BACKWARD, Operation, rank_operations
-from meshwright.plan.transfers import receiving_stage
+from meshwright.plan.parts import local_tokens
+from meshwright.plan.schedule import SPLIT_BACKWARD, Operation, rank_operations, receiving_stage
 
 # The dtype of the first parameter, that of autocast, and that of the tokens, which may be embeddings.
 _Precision = tuple[torch.dtype, torch.dtype | None, torch.dtype]

@@ -13,8 +13,8 @@ from torch import Tensor
 from meshwright.faults.interpose import own_collectives
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.experts.load_balancing import PartedRouterLogits
-from meshwright.parallel.experts.router_record import RouterRecord
-from meshwright.parallel.forward.micro_batch_outputs import read_only
+from meshwright.parallel.experts.routers import RouterRecord
+from meshwright.parallel.forward.split_forward import read_only
 from meshwright.parallel.shards.stand_in import StandIn
 from meshwright.pipeline.links import DTYPES
 

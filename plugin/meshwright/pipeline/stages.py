@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.errors import PlanError
-from meshwright.faults.memory_digest import has_values
+from meshwright.faults.statement import has_values
 from meshwright.parallel.autograd_graph import tensors_in
 from meshwright.parallel.batch.items import kind_of
 from meshwright.parallel.batch.schema import Batch, BatchSchema
@@ -31,13 +31,13 @@ from meshwright.parallel.experts.load_balancing import LoadBalancing
 from meshwright.parallel.fake_passes.sources import OUTSIDE
 from meshwright.parallel.foreign_hooks import without_foreign_hooks
 from meshwright.parallel.method_chain import BatchStep, ChainStep, StepOrder, add_step, arguments
-from meshwright.parallel.shards.reads import running_stage
+from meshwright.parallel.shards.stand_in import running_stage
 from meshwright.parallel.tensor_parallel.apply import SequenceRegion
 from meshwright.parallel.tensor_parallel.block_boundary import hidden_states
-from meshwright.parallel.tensor_parallel.tower_features import TowerFeatures
-from meshwright.pipeline import layer_inputs
+from meshwright.parallel.tensor_parallel.second_inputs import TowerFeatures
+from meshwright.pipeline import layer_order
 from meshwright.pipeline.cut import Cut
-from meshwright.pipeline.layer_inputs import LayerInput, Returned
+from meshwright.pipeline.layer_order import LayerInput, Returned
 from meshwright.pipeline.links import Crossing
 
 
@@ -283,7 +283,7 @@ class BesideInputs:
     def __init__(self, cut: Cut, region: SequenceRegion | None):
         self.cut, self.region = cut, region
         inputs = cut.order.inputs
-        self._crossings = [layer_inputs.crossing(inputs, span.start) for span in cut.spans]
+        self._crossings = [layer_order.crossing(inputs, span.start) for span in cut.spans]
         self._stage: int | None = None
         self._received: Crossing | None = None
         self._seen: dict[int, Tensor] = {}  # by the number of the tensor

@@ -23,11 +23,10 @@ from meshwright.plan.fields import (
     names_checked,
     unknown_field,
 )
-from meshwright.plan.flat_offsets import BUCKET_MB
-from meshwright.plan.foreign_names import PLAN_NAMES
 from meshwright.plan.loader_options import LoaderOptions
+from meshwright.plan.parts import BUCKET_MB
 from meshwright.plan.schedule import SCHEDULES, SPLIT_BACKWARD, chunks_of
-from meshwright.plan.text import format_plan
+from meshwright.plan.text import PLAN_NAMES, format_plan
 from meshwright.roles import ShardingPlan
 
 NumItems = Literal["auto", "global", "local"]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from meshwright.plan.context_methods import can_exchange, group_sizes, local_tokens
+from meshwright.plan.parts import can_exchange, group_sizes, local_tokens
 from meshwright.planner.job.candidate import Candidate, Job
 from meshwright.planner.job.layer_shape import LayerShape
 from meshwright.planner.job.shapes import ModelShape

@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from meshwright.plan.context_methods import local_tokens
-from meshwright.plan.flat_offsets import flat_offsets, sharded_length
-from meshwright.plan.head_chunks import head_chunk
+from meshwright.plan.parts import flat_offsets, head_chunk, local_tokens, sharded_length
 from meshwright.planner.context_cost import exchanges
 from meshwright.planner.job.adapters import ADAPTER_BYTES, Lora, trained_bytes
 from meshwright.planner.job.candidate import Candidate, count_recomputed
 from meshwright.planner.job.shapes import ModelShape
-from meshwright.planner.memory.activations import keeps_inputs
-from meshwright.planner.memory.bucket_sizes import Parameter, buckets, parameters, trained_members, units
-from meshwright.planner.memory.head_memory import logit_bytes
+from meshwright.planner.memory.activations import keeps_inputs, logit_bytes
+from meshwright.planner.memory.held_states import Parameter, buckets, parameters, trained_members, units
 
 
 @dataclass(kw_only=True)

@@ -1,8 +1,7 @@
 """Which parts a decoder has, and sharding plans: which module plays which role, as data."""
 
 from meshwright.roles.decoder import Decoder, find_decoder
-from meshwright.roles.infer import infer_plan
-from meshwright.roles.registry import plan_for, register_plan, written_plan
+from meshwright.roles.registry import infer_plan, plan_for, register_plan, written_plan
 from meshwright.roles.sharding_plan import Role, ShardingPlan, decoder_roles
 
 __all__ = [

@@ -12,7 +12,7 @@ from torch import nn
 
 from meshwright.errors import PlanError
 from meshwright.facts import Facts, fact
-from meshwright.replaced_method import replace_method
+from meshwright.temporarily import replace_method
 
 
 def is_adapted(module: nn.Module) -> bool:

@@ -14,7 +14,7 @@ from torch import nn
 from meshwright.errors import PlanError
 from meshwright.facts import Facts, fact
 from meshwright.roles.adapters import is_adapted
-from meshwright.roles.projection import in_features, is_projection
+from meshwright.roles.linear_kernel import in_features, is_projection
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.errors import PeerFailedError, PlanError, VerificationError
-from meshwright.mesh.listening import LOOPBACK, bound_socket
+from meshwright.mesh.process_group import LOOPBACK, bound_socket
 
 Tell = Callable[[str], None]
 R = TypeVar("R")

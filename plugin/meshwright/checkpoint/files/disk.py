@@ -1,17 +1,22 @@
 """The file operations of saving, each one step that a crash can separate from the next.
 
 All that a save changes on disk goes through these functions, so that the tests can fail or kill the process at each.
+
+Says of a full disk which folder, how much it needs and how much is free; the kernel's error has a number alone.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from meshwright.checkpoint.files.place import Place
 
 _SYNC = 256 * 2**20  # bytes written between two flushes
 
@@ -128,3 +133,43 @@ def remove_folder(path: Path) -> None:
 def _unless_gone(_: Any, __: str, failure: Any) -> None:
     if not isinstance(failure[1], FileNotFoundError):
         raise failure[1]
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@contextlib.contextmanager
+def naming_the_disk(target: Place, needed: int = 0) -> Iterator[None]:
+    """Name the folder in the error of a full disk that is raised in this context.
+
+    Args:
+        target: the folder or file that is saved.
+        needed: bytes that this rank writes; 0 if it is not known.
+
+    Raises:
+        OSError: with the number of the error that the disk has given.
+
+    Example::
+
+        with naming_the_disk(Path("runs/step-100"), needed=part.num_bytes):
+            part.write(path)
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FULL or error.errno is None:
+            raise
+        needs, free = f"this rank needs {needed:,} bytes, and " if needed else "", _free(Path(target))
+        raise OSError(
+            error.errno,
+            f"{os.strerror(error.errno)}: {needs}{free} are free in {target.parent}. What was saved there "
+            f"before is whole. Free space, or save to another disk",
+            str(target),
+        ) from error
+
+
+def _free(target: Path) -> str:
+    for folder in (target, *target.absolute().parents):
+        with contextlib.suppress(OSError):
+            return f"{shutil.disk_usage(folder).free:,} bytes"
+    return "an unknown number of bytes"

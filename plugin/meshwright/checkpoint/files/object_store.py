@@ -21,8 +21,8 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from meshwright.checkpoint.files.held_bytes import HeldBytes
+from meshwright.checkpoint.files.local_disk import note_saved
 from meshwright.checkpoint.files.place import Url
-from meshwright.checkpoint.files.staged_folder import note_saved
 from meshwright.errors import CheckpointError, RemoteError
 
 logger = logging.getLogger(__name__)

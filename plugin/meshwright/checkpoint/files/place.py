@@ -1,12 +1,18 @@
-"""Where a checkpoint is: at a path of the local disk, or at a URL of another store."""
+"""Where a checkpoint is: at a path of the local disk, or at a URL of another store.
+
+Compares what the ranks see at one path, since hosts without a shared disk may have different files there.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from meshwright.errors import CheckpointError
+from meshwright.faults.together import exchange_together
 
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*", re.IGNORECASE)
 _LOCAL = ("file", "local")  # the schemes that fsspec has for the local disk
@@ -91,3 +97,30 @@ def local_path(name: str | os.PathLike[str], call: str) -> Path:
             "meshwright.save_checkpoint and load_checkpoint take URLs, and `meshwright export` reads them"
         )
     return found
+
+
+T = TypeVar("T")
+
+
+def read_same(folder: Place, read: Callable[[], tuple[T, str]]) -> T:
+    """Read the same files on all ranks; every rank must make the call.
+
+    Args:
+        folder: the folder of the files.
+        read: function that returns what it has read, and a digest of that.
+
+    Raises:
+        CheckpointError: on every rank, if a file is damaged on one of them, or their digests differ.
+    """
+    found, digests = exchange_together(read)
+    check_same(folder, digests)
+    return found
+
+
+def check_same(folder: Place, digests: list[str]) -> None:
+    """Raise a CheckpointError that names the ranks, if they have read other digests in a folder than rank 0."""
+    if others := [rank for rank, other in enumerate(digests) if other != digests[0]]:
+        raise CheckpointError(
+            f"rank(s) {', '.join(map(str, others))} see another checkpoint in {folder} than rank 0; copy one to every "
+            "host"
+        )

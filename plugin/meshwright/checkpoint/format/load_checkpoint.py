@@ -16,31 +16,33 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from meshwright.checkpoint.files.lineage import Lineage, Mark
 from meshwright.checkpoint.files.place import Place, absolute, place
+from meshwright.checkpoint.files.reading import Lineage, Mark
 from meshwright.checkpoint.format.background import Background
-from meshwright.checkpoint.format.checkpoint_folders import find_checkpoint
-from meshwright.checkpoint.format.load_weights import take_over_weights
-from meshwright.checkpoint.format.manifest import NAME
-from meshwright.checkpoint.format.object_states import Stateful, check_states, load_states
-from meshwright.checkpoint.format.open_checkpoint import OpenCheckpoint, open_together
-from meshwright.checkpoint.format.random_state import check_random_state, set_random_state
-from meshwright.checkpoint.format.run import Run
-from meshwright.checkpoint.one_device.check_optimizer import check_fits
-from meshwright.checkpoint.one_device.load_optimizer import ReadState, read_state, set_state
+from meshwright.checkpoint.format.checkpoint_folders import NAME, find_checkpoint
+from meshwright.checkpoint.format.load_weights import OpenCheckpoint, open_together, take_over_weights
+from meshwright.checkpoint.format.object_states import (
+    Stateful,
+    check_random_state,
+    check_states,
+    load_states,
+    set_random_state,
+)
+from meshwright.checkpoint.format.rank_state import Run
+from meshwright.checkpoint.one_device.load_optimizer import ReadState, check_fits, read_state, set_state
 from meshwright.checkpoint.one_device.optimizer_manifest import OptimizerManifest, master_key, state_key
-from meshwright.checkpoint.one_device.rank_optimizer import RankTensor
 from meshwright.checkpoint.one_device.safetensors_file import Form
+from meshwright.checkpoint.one_device.save_optimizer import RankTensor
 from meshwright.checkpoint.one_device.weight_files import some
 from meshwright.errors import CheckpointError, PlanError
 from meshwright.faults.every_rank import on_every_rank
 from meshwright.faults.together import on_first_rank, succeed_together
-from meshwright.layout.blocks import numel
+from meshwright.layout.row_layout import numel
 from meshwright.layout.tensor_layout import TensorLayout
+from meshwright.optim.owners import OptimizerParts, parts_of
 from meshwright.optim.runtime import Runtime, Watch
-from meshwright.optim.state_parts import OptimizerParts, parts_of
 from meshwright.parallel.dropout_streams import DropoutStreams
-from meshwright.parallel.shards.reads import reading_shards
+from meshwright.parallel.shards.stand_in import reading_shards
 from meshwright.parallel.shards.state_of_parts import state_of
 from meshwright.plan.config import ParallelPlan
 from meshwright.printable import printable

@@ -11,20 +11,18 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from meshwright.checkpoint.files.lineage import Lineage
 from meshwright.checkpoint.files.place import Place, absolute
-from meshwright.checkpoint.format.background import Background
+from meshwright.checkpoint.files.reading import Lineage
+from meshwright.checkpoint.format.background import Background, SaveJob
 from meshwright.checkpoint.format.object_states import Stateful
-from meshwright.checkpoint.format.rank_state import RankState
-from meshwright.checkpoint.format.run import Run
-from meshwright.checkpoint.format.save_job import SaveJob
+from meshwright.checkpoint.format.rank_state import RankState, Run
 from meshwright.checkpoint.one_device.optimizer_manifest import encode
 from meshwright.errors import CheckpointError
 from meshwright.faults.every_rank import on_every_rank
 from meshwright.faults.together import succeed_together
-from meshwright.parallel.shards.reads import reading_shards
+from meshwright.outside_files import LARGEST_COUNT
+from meshwright.parallel.shards.stand_in import reading_shards
 from meshwright.progress import Progress, is_first_rank
-from meshwright.schema import LARGEST_COUNT
 
 
 @on_every_rank

@@ -11,14 +11,13 @@ from pathlib import Path
 import torch
 
 from meshwright.checkpoint.files import disk
-from meshwright.checkpoint.files.full_disk import naming_the_disk
+from meshwright.checkpoint.files.disk import naming_the_disk
+from meshwright.checkpoint.files.local_disk import StagedFolder
 from meshwright.checkpoint.files.place import Place, Url, local_path, place
-from meshwright.checkpoint.files.staged_folder import StagedFolder
 from meshwright.checkpoint.format.checkpoint_folders import checkpoint_folders, find_checkpoint, is_checkpoint
-from meshwright.checkpoint.format.load_weights import CheckpointWeights
-from meshwright.checkpoint.format.open_checkpoint import OpenCheckpoint
+from meshwright.checkpoint.format.load_weights import CheckpointWeights, OpenCheckpoint
 from meshwright.checkpoint.format.rank_state import ties_weights, with_dtype
-from meshwright.checkpoint.inspect.foreign_checkpoint import find_foreign, inspect_foreign
+from meshwright.checkpoint.inspect.inspect_checkpoint import find_foreign, inspect_foreign
 from meshwright.checkpoint.one_device.safetensors_file import Form, SafetensorsWriter, num_bytes
 from meshwright.checkpoint.one_device.streamed_files import index_of, parse_bytes, split
 from meshwright.errors import CheckpointError

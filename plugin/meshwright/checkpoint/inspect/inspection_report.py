@@ -12,8 +12,7 @@ import torch
 
 from meshwright.checkpoint.files.place import Place
 from meshwright.checkpoint.files.storage import storage_of
-from meshwright.checkpoint.format.checkpoint_folders import absent_files, checkpoint_folders, foreign_files
-from meshwright.checkpoint.format.manifest import Manifest
+from meshwright.checkpoint.format.checkpoint_folders import Manifest, absent_files, checkpoint_folders, foreign_files
 from meshwright.checkpoint.format.part_files import file_names, tag_of
 from meshwright.checkpoint.inspect.inspect_checkpoint import Damage, Inspection
 from meshwright.checkpoint.one_device.safetensors_file import Form, num_bytes

@@ -17,7 +17,7 @@ from meshwright.checkpoint.files import disk
 from meshwright.checkpoint.files.reading import read_json
 from meshwright.checkpoint.one_device.safetensors_file import SHAPE
 from meshwright.errors import CheckpointError
-from meshwright.schema import (
+from meshwright.outside_files import (
     LARGEST,
     LARGEST_COUNT,
     Check,
@@ -34,7 +34,7 @@ from meshwright.schema import (
     text,
     that,
 )
-from meshwright.schema import NAME as KEY
+from meshwright.outside_files import NAME as KEY
 
 NAME = "optimizer.json"
 _FORMAT = "meshwright-optimizer-1"

@@ -20,10 +20,9 @@ from meshwright.checkpoint.files.place import Place
 from meshwright.checkpoint.files.reading import parse_json, read_exactly, read_into, reading
 from meshwright.checkpoint.files.storage import StoredFile, storage_of
 from meshwright.errors import CheckpointError
-from meshwright.layout.blocks import StridedBlock, numel
+from meshwright.layout.row_layout import StridedBlock, numel
 from meshwright.layout.tensor_layout import TensorLayout
-from meshwright.outside_files import MEMORY
-from meshwright.schema import LARGEST, integer, record, require, row, shown, table, text, that
+from meshwright.outside_files import LARGEST, MEMORY, integer, record, require, row, shown, table, text, that
 
 DTYPES = {
     "F64": torch.float64,

@@ -14,13 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from meshwright.checkpoint.one_device.check_optimizer import IMPLEMENTATION, check_fits
-from meshwright.checkpoint.one_device.load_optimizer import restore_optimizer
+from meshwright.checkpoint.one_device.load_optimizer import IMPLEMENTATION, check_fits, restore_optimizer
 from meshwright.checkpoint.one_device.optimizer_manifest import OptimizerManifest, encode, state_key
 from meshwright.errors import CheckpointError
 from meshwright.faults.together import succeed_together
 from meshwright.layout.tensor_layout import TensorLayout
-from meshwright.optim.state_parts import OptimizerParts, parts_of
+from meshwright.optim.owners import OptimizerParts, parts_of
 
 _ADDED = {"initial_lr"}  # options that schedulers add to a group
 

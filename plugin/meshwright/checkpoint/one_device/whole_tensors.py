@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from meshwright.compiling import without_compilation
 from meshwright.faults.every_rank import on_every_rank
 from meshwright.faults.interpose import own_collectives
-from meshwright.layout.blocks import between, copy_blocks, numel, overlap, packed
 from meshwright.layout.packed_weights import state_without_packed
+from meshwright.layout.row_layout import between, copy_blocks, numel, overlap, packed
 from meshwright.layout.tensor_layout import TensorLayout, layout_of
 from meshwright.mesh.axes import Axis, Mesh, Place
 from meshwright.mesh.process_group import wait_for_message
 from meshwright.optim.runtime import Runtime, device_of, find_runtime, runtime_of
 from meshwright.parallel.collectives import maximum
-from meshwright.parallel.shards.reads import own_shape, reading_shards
+from meshwright.parallel.shards.stand_in import own_shape, reading_shards
 
 _CHUNK = 4 * 2**20  # bytes sent at a time; the first rank holds them in addition to the full tensor
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # of gradients

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from meshwright.data.global_batches import Portion
 from meshwright.data.shuffling import Draws
 from meshwright.errors import CheckpointError
-from meshwright.schema import LARGEST_COUNT, Check, anything, integer, is_same, record, require, shown
+from meshwright.outside_files import LARGEST_COUNT, Check, anything, integer, is_same, record, require, shown
 
 VERSION = 2
 MOST_EPOCHS = 2**31  # some orders are found by going through all epochs before

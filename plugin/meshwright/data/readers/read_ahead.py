@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from meshwright.data.sent import received, sent
+from meshwright.data.nested import received, sent
 from meshwright.data.shards import Chunk, LaneReader
 
 

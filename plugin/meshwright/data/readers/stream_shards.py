@@ -19,8 +19,8 @@ from meshwright.data.shards import ShardedSource, located, name_of, reading
 from meshwright.data.shuffling import Draws, WorkerSeeds
 from meshwright.data.stream import ShardedStream, StreamRows, gather_objects
 from meshwright.mesh.axes import Axis
+from meshwright.outside_files import anything, table
 from meshwright.random_states import RandomStates
-from meshwright.schema import anything, table
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,6 @@ from typing import Any, TypeGuard
 from torch import Generator
 from torch.utils.data import DataLoader, Dataset
 
-from meshwright.data.batch_reading import After, WorkerStart, count_tried
 from meshwright.data.collation_trial import CollationTrial, Trials, Verdict, cut_rows
 from meshwright.data.fingerprint import fingerprint, outline
 from meshwright.data.global_batches import Portion, Sharing
@@ -28,16 +27,17 @@ from meshwright.data.readers.base import (
     StateForm,
     worker_options,
 )
+from meshwright.data.readers.map_style import After, WorkerStart, count_tried
 from meshwright.data.shards import name_of, reading
 from meshwright.data.shuffling import Draws, WorkerSeeds
 from meshwright.errors import PlanError
 from meshwright.mesh.axes import Axis
-from meshwright.parallel.batch.fixed_inputs import FixedInputs
+from meshwright.outside_files import integer, maybe
 from meshwright.parallel.batch.items import BatchFormat
+from meshwright.parallel.batch.mixed_rows import FixedInputs
 from meshwright.parallel.batch.schema import BatchSchema
 from meshwright.plan.loader_options import DrawsOf
 from meshwright.random_states import RandomStates
-from meshwright.schema import integer, maybe
 from meshwright.temporarily import temporarily
 
 logger = logging.getLogger(__name__)

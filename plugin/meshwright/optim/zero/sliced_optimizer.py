@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from meshwright.errors import OptimizerMismatchError
 from meshwright.optim.chained import groups_of, members
 from meshwright.optim.zero.zero_optimizer import ReduceScatter, ShardedBucket, Slice
-from meshwright.parallel.shards.reads import own_shape
+from meshwright.parallel.shards.stand_in import own_shape
 from meshwright.parallel.shards.state_of_parts import open_state
 
 

@@ -36,15 +36,14 @@ from meshwright.errors import PlanError
 from meshwright.layout.packed_weights import PackedMatrix
 from meshwright.layout.tensor_layout import TensorLayout, layout_of
 from meshwright.mesh.axes import Mesh
-from meshwright.optim.zero.flat_parameters import FlatShard
-from meshwright.optim.zero.float8_shard import Float8Shard
-from meshwright.optim.zero.ownership import EqualSlices, sliced, stepped_over
+from meshwright.optim.zero.flat_parameters import FlatShard, Float8Shard
+from meshwright.optim.zero.segments import EqualSlices, sliced, stepped_over
 from meshwright.optim.zero.units import read_weights, units_of
 from meshwright.optim.zero.zero_optimizer import ShardedBucket
 from meshwright.parallel import saved_tensors as saved
 from meshwright.parallel.autograd_graph import in_backward
-from meshwright.parallel.shards.reads import own_shape, reading_shards
-from meshwright.parallel.tensor_parallel.float8_weights import WeightCast, weight_casts
+from meshwright.parallel.shards.stand_in import own_shape, reading_shards
+from meshwright.parallel.tensor_parallel.float8 import WeightCast, weight_casts
 
 
 class ShardedWeights:

@@ -21,14 +21,18 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.layout.tensor_layout import TensorLayout, layout_of
-from meshwright.optim.zero.host_copy import HostCopy
-from meshwright.optim.zero.ownership import EqualSlices, sliced
-from meshwright.optim.zero.whole_weights import WholeWeights
+from meshwright.optim.zero.segments import EqualSlices, HostCopy, WholeWeights, sliced
 from meshwright.parallel.collectives import all_gather, all_reduce, start_reduce_scatter
 from meshwright.parallel.gradients.buckets import Bucket, has_gradient, make_buckets
-from meshwright.parallel.shards.reads import own_shape, reading_shards, values_of
 from meshwright.parallel.shards.sharded_parameter import LocalGradient
-from meshwright.parallel.shards.stand_in import HeldGradient, is_cleared, is_stand_in
+from meshwright.parallel.shards.stand_in import (
+    HeldGradient,
+    is_cleared,
+    is_stand_in,
+    own_shape,
+    reading_shards,
+    values_of,
+)
 
 
 class Weights(Protocol):

@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from meshwright.faults.statement import Statement
-from meshwright.parallel.batch.batch_slices import slices
-from meshwright.parallel.batch.mean_over_ranks import TARGETS, valid_labels, without_targets
+from meshwright.parallel.batch.mean_over_ranks import TARGETS, slices, valid_labels, without_targets
 from meshwright.temporarily import temporarily
 
 

@@ -31,8 +31,8 @@ from meshwright.parallel.fake_passes.fake_pass import run_again_without_values
 from meshwright.parallel.foreign_hooks import hook_tables
 from meshwright.parallel.method_chain import find_chain
 from meshwright.random_states import RandomStates
-from meshwright.replaced_method import without_replacements
 from meshwright.roles.brought import codes_of
+from meshwright.temporarily import without_replacements
 
 Line = tuple[CodeType, int]  # a function, and the place in it
 Lines = tuple[Line, ...]  # those that lead to a draw, from the innermost

@@ -17,14 +17,13 @@ from torch import Tensor, nn
 
 from meshwright.compiling import active_backend
 from meshwright.errors import PlanError
-from meshwright.faults.memory_digest import has_values
-from meshwright.parallel.autograd_graph import in_backward
+from meshwright.faults.statement import has_values
+from meshwright.parallel.autograd_graph import in_backward, loss_of
 from meshwright.parallel.batch.items import BatchFormat
 from meshwright.parallel.batch.schema import BatchSchema
 from meshwright.parallel.draws.kernels import apart
-from meshwright.parallel.losses.replaced_forward import stock_owner
+from meshwright.parallel.losses.causal_lm import stock_owner
 from meshwright.parallel.method_chain import BatchStep
-from meshwright.parallel.output_loss import loss_of
 from meshwright.parallel.tensor_parallel.float8 import float8_layers
 from meshwright.plan.config import ParallelPlan
 

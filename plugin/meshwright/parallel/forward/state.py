@@ -16,30 +16,28 @@ from meshwright.faults.every_rank import EVALUATION
 from meshwright.faults.guard import Guard
 from meshwright.faults.statement import Statement
 from meshwright.mesh.axes import Mesh
-from meshwright.parallel.autograd_graph import keep_until_backward, scale_gradient
-from meshwright.parallel.batch.batch_slices import slices
+from meshwright.parallel.async_numbers import require_tensor
+from meshwright.parallel.autograd_graph import keep_until_backward, loss_of, scale_gradient
 from meshwright.parallel.batch.items import BatchFormat
 from meshwright.parallel.batch.longest_position import LongestPosition
+from meshwright.parallel.batch.mean_over_ranks import slices
 from meshwright.parallel.batch.mixed_rows import BatchStatistics
 from meshwright.parallel.batch.schema import BatchSchema
 from meshwright.parallel.batch.share import enter_pass, taken, without_fillers_targets, yield_next
 from meshwright.parallel.collectives import share
 from meshwright.parallel.draws.device_draws import DeviceDraws
+from meshwright.parallel.foreign_hooks import wrapper_of
 from meshwright.parallel.forward.compiled_layers import CompilableLayers
-from meshwright.parallel.forward.padded_rows import PaddedRows
 from meshwright.parallel.forward.refused_arguments import check_arguments
 from meshwright.parallel.forward.running_calls import RunningCall, RunningCalls
-from meshwright.parallel.forward.uneven_batches import UnevenBatches
+from meshwright.parallel.forward.uneven_batches import PaddedRows, UnevenBatches
 from meshwright.parallel.forward.user_hooks import HookedModules
 from meshwright.parallel.forward.writes import ForwardWrites
 from meshwright.parallel.method_chain import ChainStep, StepOrder, arguments
-from meshwright.parallel.output_loss import loss_of
 from meshwright.parallel.replicas.comparison import ReplicaComparison
-from meshwright.parallel.replicas.input_comparison import ComparedInputs
+from meshwright.parallel.replicas.digests import ComparedInputs
 from meshwright.parallel.shards.added_parameters import AddedParameters
 from meshwright.parallel.shards.stand_in import ShardedLogits
-from meshwright.parallel.tensor_checks import require_tensor
-from meshwright.parallel.wrappers import wrapper_of
 
 
 @dataclass(kw_only=True, eq=False)

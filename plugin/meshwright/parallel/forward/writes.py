@@ -23,8 +23,8 @@ from meshwright.faults.together import raise_if_any, succeed_together
 from meshwright.parallel.async_numbers import is_deferred
 from meshwright.parallel.autograd_graph import in_backward
 from meshwright.parallel.method_chain import ChainStep, StepOrder, add_step
-from meshwright.parallel.replicas.state import is_comparable
-from meshwright.parallel.shards.reads import reading_shards
+from meshwright.parallel.replicas.replicate_model import is_comparable
+from meshwright.parallel.shards.stand_in import reading_shards
 
 logger = logging.getLogger(__name__)
 

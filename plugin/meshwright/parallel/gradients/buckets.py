@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from meshwright.layout.tensor_layout import TensorLayout, layout_if_any, layout_of
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.collectives import all_reduce
-from meshwright.parallel.shards.reads import own_nbytes, own_shape, reading_shards
-from meshwright.parallel.shards.stand_in import is_stand_in
-from meshwright.plan.flat_offsets import packed
+from meshwright.parallel.shards.stand_in import is_stand_in, own_nbytes, own_shape, reading_shards
+from meshwright.plan.parts import packed
 
 Pack = Callable[[Sequence[int]], tuple[list[int], int]]
 

@@ -24,8 +24,8 @@ from meshwright.mesh.axes import Mesh
 from meshwright.parallel.autograd_graph import InPass, after_backward, in_backward, take_kept_node
 from meshwright.parallel.collectives import maximum
 from meshwright.parallel.gradients.program_hooks import Hook, ProgramHooks, on_every_rank
-from meshwright.parallel.shards.reads import reading_shards, values_of
 from meshwright.parallel.shards.sharded_parameter import is_shard, whole_gradient
+from meshwright.parallel.shards.stand_in import reading_shards, values_of
 from meshwright.temporarily import temporarily
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # of gradients

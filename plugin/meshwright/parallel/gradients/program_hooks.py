@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from meshwright.layout.blocks import copy_blocks
+from meshwright.layout.row_layout import copy_blocks
 from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.mesh.axes import Axis, Mesh
 from meshwright.parallel.collectives import all_reduce

@@ -1,20 +1,35 @@
-"""Gradients that are computed inside ``model(**batch)`` and reach the parameters in the backward of its loss."""
+"""Gradients that are computed inside ``model(**batch)`` and reach the parameters in the backward of its loss.
+
+While backward runs, sum the gradients of rows that several ranks hold, before an engine reads them.
+
+The runtime's own synchroniser averages the copies of a whole bucket at a time (see gradient_sync.py). That is too late
+for an engine that takes each gradient as soon as it arrives, as DeepSpeed's ZeRO does to partition it.
+
+The scale of a GradScaler, for backward passes that begin before the program can multiply the loss by it.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import gc
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 
-from meshwright.autograd import Node, TensorFunction, keeps_graph
+from meshwright.autograd import Node, TensorFunction, keeps_graph, refuse_second_order
+from meshwright.layout.tensor_layout import TensorLayout, layout_of
+from meshwright.mesh.axes import Axis
+from meshwright.parallel.async_numbers import is_known_one
+from meshwright.parallel.collectives import all_reduce
 from meshwright.parallel.gradients.program_hooks import ProgramHooks
 from meshwright.parallel.gradients.sync import GradientSync
-from meshwright.parallel.shards.reads import reading_shards
 from meshwright.parallel.shards.sharded_parameter import show_elsewhere
-from meshwright.parallel.tensor_checks import is_known_one
+from meshwright.parallel.shards.stand_in import reading_shards
 from meshwright.roles.linear_kernel import LinearKernel
 
 TWICE = (
@@ -189,3 +204,75 @@ class _AddGradients(TensorFunction):
         if is_known_one(grad):
             return grad, None, None, None, *gradients
         return grad, None, None, None, *[None if g is None else g.mul_(grad) for g in gradients]
+
+
+def sum_copies_in_backward(parameters: Iterable[nn.Parameter], tp: Axis) -> None:
+    """Sum each partial gradient (see ``TensorLayout.addends``) as it arrives, on every rank that holds it.
+
+    This is one all-reduce over tp per parameter and pass. Backward visits the parameters in the same order on
+    all ranks of the axis, since they run the same graph.
+
+    Args:
+        parameters: trainable parameters with layouts.
+        tp: the axis whose ranks hold the copies.
+    """
+    for parameter in parameters:
+        if layout_of(parameter).has_addends:
+            parameter.register_hook(partial(sum_copies, layout=layout_of(parameter), tp=tp))
+
+
+def sum_copies(local: Tensor, layout: TensorLayout, tp: Axis) -> Tensor:
+    """Return ``local`` with each row replaced by the sum over all copies of that row.
+
+    Args:
+        local: this rank's part of the gradient, in its shard's shape; half precision is summed in float32.
+        layout: the parameter's layout.
+        tp: the axis whose ranks hold the rows.
+    """
+    refuse_second_order("Write loss.backward(), or use a plan of one process")
+    dtype = torch.promote_types(local.dtype, torch.float32)
+    if not layout.is_sharded:
+        return all_reduce(local.to(dtype, copy=True), tp).to(local.dtype)
+    whole = torch.zeros(layout.shape, dtype=dtype, device=local.device)
+    layout.add(whole, local.to(dtype))
+    return layout.take(all_reduce(whole, tp)).to(local.dtype)
+
+
+class LossScale:
+    """The factor of losses whose backward runs inside of the model's forward.
+
+    In float16 small gradients round to 0 unless the loss is scaled first. The gradients of micro-batches and of a
+    pipeline are computed before ``scaler.scale(loss)`` runs, so the loss is multiplied here by the scale that the
+    scaler has at this time, and the gradients are divided by it again when the loss's own gradient arrives. As scales
+    are powers of 2, neither rounds.
+
+    Args:
+        model: the model.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._dtypes = {parameter.dtype for parameter in model.parameters()}
+        self._scaler: weakref.ref[GradScaler] | None = None
+
+    def follow(self, scaler: GradScaler) -> None:
+        """Use the scale of this scaler from now on."""
+        self._scaler = weakref.ref(scaler)
+
+    def is_needed(self, device: torch.device) -> bool:
+        """Return whether the forward pass that runs now computes in float16."""
+        kind = device.type
+        is_cast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.float16
+        return is_cast or torch.float16 in self._dtypes
+
+    def of(self, device: torch.device) -> Tensor | float | None:
+        """Return the factor for the forward pass that runs now; None if there is none."""
+        if not self.is_needed(device):
+            return None
+        scaler = None if self._scaler is None else self._scaler()
+        if scaler is None:  # the program's first pass
+            found = [one for one in gc.get_objects() if issubclass(type(one), GradScaler) and one.is_enabled()]
+            if not found:
+                return None
+            scaler = found[-1]
+            self.follow(scaler)
+        return scaler._init_scale if scaler._scale is None else scaler._scale.detach().clone()

@@ -26,9 +26,9 @@ from meshwright.mesh.axes import Axis
 from meshwright.parallel.collectives import start_all_reduce
 from meshwright.parallel.gradients.buckets import Bucket, has_part
 from meshwright.parallel.gradients.gradient_hooks import GradientHooks, ReducedGradients
-from meshwright.parallel.shards.reads import reading_shards
 from meshwright.parallel.shards.sharded_parameter import LocalGradient
-from meshwright.plan.flat_offsets import IN_FLIGHT
+from meshwright.parallel.shards.stand_in import reading_shards
+from meshwright.plan.parts import IN_FLIGHT
 from meshwright.temporarily import temporarily
 
 

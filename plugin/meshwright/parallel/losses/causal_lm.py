@@ -6,27 +6,63 @@ and takes the same arguments, including ``shift_labels``, ``ignore_index`` and `
 A model's forward may add terms to the result of its loss function, such as a penalty, and these are detected. The loss
 function returns the loss of the global batch, and so does the load-balancing loss of a model with experts. How other
 terms depend on the batch is unknown.
+
+What every kind of loss over the global batch can do.
+
+The loss of models whose own forward calls torch's CrossEntropyLoss on the logits of all tokens.
+
+These are the decoders of BART and its relatives (``BartForCausalLM``, ``WhisperForCausalLM``, ...). They do not shift
+the labels, and do not call ``model.loss_function``. The stand-in for the logits passes this call on to ``TokenLoss``.
+
+Models whose forward was replaced, such as by a package with kernels that compute head and loss in one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.errors import PlanError, UnreadableTensorError
 from meshwright.mesh.axes import Axis
+from meshwright.parallel.async_numbers import require_words
+from meshwright.parallel.autograd_graph import loss_of
 from meshwright.parallel.batch.mean_over_ranks import IGNORE_INDEX, GlobalMean, valid_labels
-from meshwright.parallel.losses.batch_loss import Batch, BatchLoss
 from meshwright.parallel.losses.cross_entropy import VocabParallelCrossEntropy, Words
 from meshwright.parallel.losses.deferred_logits import Deferred, deferred_of, without_stand_in
-from meshwright.parallel.output_loss import loss_of
+from meshwright.parallel.method_chain import BatchStep, StepOrder, find_chain
 from meshwright.parallel.sequence_parts import Parted, SequenceParts
 from meshwright.parallel.shards.stand_in import ShardedLogits
-from meshwright.parallel.tensor_checks import require_words
 from meshwright.temporarily import temporarily
+
+Batch = Mapping[str, Any]  # the arguments of a model's forward
+
+
+class BatchLoss:
+    """A model's loss, which on every rank is the loss of the global batch."""
+
+    mean: GlobalMean
+
+    def counts(self, batch: Batch) -> Tensor:
+        """Return the number of items that this rank's loss averages over, with one number for each of its means."""
+        raise NotImplementedError
+
+    def of_output(self, batch: Batch, output: object) -> object:
+        """Return ``output``, from the model's own forward, with its loss replaced by that of the global batch."""
+        raise NotImplementedError
+
+    def is_global(self) -> None:
+        """Say that the loss of the output which the model returns next is already that of the global batch.
+
+        Most losses have nothing to do: nothing averages the loss of their output.
+        """
+
 
 logger = logging.getLogger(__name__)
 
@@ -184,3 +220,118 @@ class AddedToLoss:
                 "write loss = meshwright.global_mean(model, loss, count)",
                 type(model).__name__,
             )
+
+
+def calls_cross_entropy(model: nn.Module) -> bool:
+    """Return whether all that a model's forward does with its logits is ``CrossEntropyLoss()(logits.view(-1, V), ..)``.
+
+    Args:
+        model: the model, without adapters around it.
+    """
+    owner = next(kind for kind in type(model).__mro__ if "forward" in vars(kind))
+    code = getattr(inspect.unwrap(vars(owner)["forward"]), "__code__", None)
+    if code is None or not owner.__name__.endswith("ForCausalLM") or "transformers.models." not in owner.__module__:
+        return False
+    names = {*code.co_names, *code.co_varnames}
+    # Forwards that shift or measure the logits need their values.
+    return {"CrossEntropyLoss", "vocab_size", "view"} <= names and not any("shift" in x or x == "size" for x in names)
+
+
+class TokenLoss:
+    """Computes the two operations of such a forward from the head's input, without the logits of all tokens.
+
+    Args:
+        vocab_size: the number of words in the full vocabulary; 0 if every rank has all of them.
+        tp: the axis over which the logits may be sharded.
+    """
+
+    def __init__(self, *, vocab_size: int, tp: Axis):
+        # The mean over this rank's labels: what makes it the mean over the global batch sees only the output.
+        self._loss = CausalLMLoss(vocab_size=vocab_size, tp=tp, mean=GlobalMean(Axis("dp")))
+
+    def __call__(self, func: Callable[..., object], args: Sequence[Any], kwargs: Batch) -> Tensor | None:
+        """Return the result of a torch function on unread logits, its first argument; None for other functions."""
+        logits, *rest = args
+        deferred = deferred_of(logits)
+        assert deferred is not None
+        if func is Tensor.view:
+            is_flat = not kwargs and rest == [-1, self._loss.vocab_size or deferred.columns]
+            return deferred.flat() if is_flat else None
+        if func is not F.cross_entropy or len(rest) != 1 or any(kwargs.get(x) is not None for x in _UNKNOWN):
+            return None
+        (targets,) = rest
+        is_mean = kwargs.get("reduction", "mean") == "mean"
+        if not is_mean or targets.ndim != 1 or targets.is_floating_point() or deferred.hidden.ndim != 2:
+            return None
+        with self._loss.smoothed(kwargs.get("label_smoothing", 0.0)):
+            return self._loss(logits, None, shift_labels=targets, ignore_index=kwargs.get("ignore_index", -100))
+
+
+_UNKNOWN = ("weight", "size_average", "reduce")
+
+
+def stock_owner(model: nn.Module) -> type[nn.Module] | None:
+    """Return the class of transformers that has a model's forward; None if the forward is of another class."""
+    owner = next(kind for kind in type(model).__mro__ if "forward" in vars(kind))
+    return owner if owner.__module__.startswith("transformers.models.") else None
+
+
+class CallsLossFunction(BatchStep):
+    """The step around a replaced forward.
+
+    Args:
+        model: the model.
+        mean: what the model's loss function computes.
+        replacement: the name of the function that is the model's forward.
+    """
+
+    order = StepOrder.OWN_LOSS
+
+    def __init__(self, model: nn.Module, mean: GlobalMean, replacement: str):
+        super().__init__(model)
+        self.mean, self.replacement = mean, replacement
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        batch = self.batch_of(args, kwargs)
+        if batch.get("labels") is None or not torch.is_grad_enabled():
+            return self.method(**batch)
+        self.mean.returned(None)  # forget the mean of an earlier pass
+        try:
+            output = self.method(**batch)
+        except (RuntimeError, ValueError, TypeError, AttributeError) as error:
+            is_ours = type(error).__module__ == PlanError.__module__ and not isinstance(error, UnreadableTensorError)
+            if self.mean.is_pending or is_ours or isinstance(error, torch.OutOfMemoryError):
+                raise
+            what = f"failed before it called the model's loss function ({type(error).__name__}: {error})"
+            raise self._refusal(what) from error
+        loss = loss_of(output)
+        if loss is not None and loss.requires_grad and not self.mean.is_pending:
+            raise self._refusal("returns a loss without calling the model's loss function")
+        return output
+
+    def _refusal(self, what: str) -> PlanError:
+        cure = "Keep the model's own forward, whose head and loss run in chunks here"
+        if self.replacement.startswith("liger_kernel."):
+            cure += ": apply_liger_kernel_to_llama(fused_linear_cross_entropy=False)"
+        return PlanError(
+            f"the forward of {type(self.model).__name__} was replaced by {self.replacement}, which {what}. Such a loss "
+            "is the mean of the tokens of one rank or one micro-batch, and a weight that the forward reads itself may "
+            f"be a part of the whole. {cure}; or let the new forward compute the logits by the model's head, and "
+            "return self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)"
+        )
+
+
+def replacement_of(model: nn.Module) -> str | None:
+    """Return the name of a model's forward if it is not one that the package of a class of the model gave the class."""
+    chain = find_chain(model)
+    method = inspect.unwrap(model.forward if chain is None else chain.method)
+    function = inspect.unwrap(getattr(method, "__func__", method))
+    if "labels" not in inspect.signature(function).parameters:
+        return None
+    home = function.__module__
+    own = [
+        inspect.unwrap(vars(kind)["forward"])
+        for kind in type(model).__mro__
+        if "forward" in vars(kind) and kind.__module__.partition(".")[0] == home.partition(".")[0]
+    ]
+    return None if function in own else f"{home}.{getattr(function, '__name__', type(function).__name__)}"

@@ -22,12 +22,19 @@ from torch.utils._pytree import tree_map_only
 from meshwright.autograd import TensorFunction
 from meshwright.errors import UnreadableTensorError
 from meshwright.parallel.foreign_hooks import has_foreign_hooks
-from meshwright.parallel.losses.chunked_head import ChunkedHeadLoss, ChunkedLoss
+from meshwright.parallel.losses.chunked_head import Cast, ChunkedHeadLoss, ChunkedLoss, LogitStep, step_of
 from meshwright.parallel.losses.cross_entropy import Words
-from meshwright.parallel.losses.logit_steps import Cast, LogitStep, step_of
 from meshwright.parallel.method_chain import ChainStep, StepOrder
-from meshwright.parallel.shards.reads import own_shape, reading_shards
-from meshwright.parallel.shards.stand_in import FACTS, SHAPE, InHead, ShardedLogits, StandIn, become
+from meshwright.parallel.shards.stand_in import (
+    FACTS,
+    SHAPE,
+    InHead,
+    ShardedLogits,
+    StandIn,
+    become,
+    own_shape,
+    reading_shards,
+)
 from meshwright.roles.linear_kernel import PLAIN, kernel_of
 
 _GATHER = "pass ToDistributedConfig(gather_logits=True)"

@@ -20,13 +20,20 @@ from torch import Tensor, nn
 
 from meshwright.errors import PlanError
 from meshwright.mesh.axes import Axis
+from meshwright.parallel.autograd_graph import loss_of, with_loss
 from meshwright.parallel.batch.mean_over_ranks import IGNORE_INDEX, GlobalMean, valid_labels
-from meshwright.parallel.losses.batch_loss import Batch, BatchLoss
-from meshwright.parallel.losses.causal_lm import AddedToLoss, CausalLMLoss, check_nothing_added, next_words
+from meshwright.parallel.losses.causal_lm import (
+    AddedToLoss,
+    Batch,
+    BatchLoss,
+    CausalLMLoss,
+    check_nothing_added,
+    next_words,
+    replacement_of,
+    stock_owner,
+)
 from meshwright.parallel.losses.observed import observe_loss
-from meshwright.parallel.losses.replaced_forward import replacement_of, stock_owner
 from meshwright.parallel.method_chain import arguments
-from meshwright.parallel.output_loss import loss_of, with_loss
 from meshwright.plan.config import AveragesOver
 
 

@@ -21,12 +21,12 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright.errors import PlanError
 from meshwright.facts import Facts
+from meshwright.parallel.autograd_graph import loss_of
 from meshwright.parallel.batch.mean_over_ranks import valid_labels
-from meshwright.parallel.experts.router_record import OPTION
+from meshwright.parallel.experts.routers import OPTION
 from meshwright.parallel.fake_passes.fake_pass import run_without_values
 from meshwright.parallel.fake_passes.remembered import remembered
-from meshwright.parallel.losses.batch_loss import Batch
-from meshwright.parallel.output_loss import loss_of
+from meshwright.parallel.losses.causal_lm import Batch
 
 _ROWS, _LENGTH, _INSTEAD = 2, 8, "a plan without micro-batches"
 _LOSSES = (F.cross_entropy, F.nll_loss)

@@ -25,8 +25,7 @@ from torch.optim import Optimizer
 
 from meshwright.errors import DivergenceError
 from meshwright.faults.guard import Guard
-from meshwright.faults.memory_digest import memory_digest
-from meshwright.faults.statement import Statement
+from meshwright.faults.statement import Statement, memory_digest
 from meshwright.layout.tensor_layout import TensorLayout, layout_of
 from meshwright.mesh.axes import Axis, Mesh
 from meshwright.parallel.async_numbers import Gathered, is_deferred
@@ -34,8 +33,8 @@ from meshwright.parallel.batch.loss_gradients import LossGradients
 from meshwright.parallel.draws.device_draws import DeviceDraws
 from meshwright.parallel.gradients.gradient_hooks import GradientHooks
 from meshwright.parallel.replicas.digests import OF_COUNTS, OF_OPTIMIZER, CopiedRows, Digests, copied_rows, parted
-from meshwright.parallel.replicas.state import ModuleTensors, counts_digest, optimizer_digest
-from meshwright.parallel.shards.reads import own_shape, reading_shards
+from meshwright.parallel.replicas.replicate_model import ModuleTensors, counts_digest, optimizer_digest
+from meshwright.parallel.shards.stand_in import own_shape, reading_shards
 from meshwright.parallel.shards.state_of_parts import state_of
 
 ADVICE = (

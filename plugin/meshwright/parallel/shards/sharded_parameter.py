@@ -2,8 +2,8 @@
 
 A sharded parameter has the class :class:`ShardedParameter` wherever the user may see it. It is a plain
 ``nn.Parameter`` while its own module runs or its optimizer steps (see
-:mod:`meshwright.parallel.shards.guard_windows`), so modules and optimizers are not slowed down. Elementwise arithmetic
-is exact on shards and gives shards (:class:`Shard`).
+:mod:`meshwright.parallel.shards.partial_gradients`), so modules and optimizers are not slowed down. Elementwise
+arithmetic is exact on shards and gives shards (:class:`Shard`).
 """
 
 from __future__ import annotations
@@ -19,11 +19,15 @@ from torch import Tensor, nn
 from meshwright.faults.guard import active_guard
 from meshwright.layout.tensor_layout import TensorLayout, layout_if_any
 from meshwright.parallel.autograd_graph import in_backward
-from meshwright.parallel.shards.reads import (
+from meshwright.parallel.shards.stand_in import (
+    METADATA,
     MODULES,
     ROW_READS,
+    VALUES,
     VALUES_OF,
+    StandIn,
     Values,
+    become,
     describe,
     is_stage_running,
     plain_name,
@@ -31,7 +35,6 @@ from meshwright.parallel.shards.reads import (
     unreadable,
     values_of,
 )
-from meshwright.parallel.shards.stand_in import METADATA, VALUES, StandIn, become
 
 SCALER = (
     "The program looks for infinite gradients in a way of its own, on its own rank. This rank has a part of the "

@@ -24,11 +24,9 @@ from meshwright.layout.tensor_layout import TensorLayout, layout_of
 from meshwright.mesh.axes import Axis, Mesh
 from meshwright.parallel.autograd_graph import in_backward, keep_node
 from meshwright.parallel.dropout_streams import DropoutStreams, Restore
-from meshwright.parallel.method_chain import ChainStep, add_step
-from meshwright.parallel.region_borders import RegionBorders
+from meshwright.parallel.method_chain import ChainStep, RegionBorders, add_step
 from meshwright.parallel.shards.added_parameters import KeptModules
-from meshwright.parallel.shards.guard_windows import OnShards, Window
-from meshwright.parallel.shards.partial_gradients import ModelWindow
+from meshwright.parallel.shards.partial_gradients import ModelWindow, OnShards, Window
 from meshwright.parallel.shards.sharded_parameter import LocalGradient, guard
 from meshwright.parallel.tensor_parallel.block_boundary import (
     BlockHooks,
@@ -43,7 +41,7 @@ from meshwright.parallel.tensor_parallel.vocab_parallel import RowReads, VocabPa
 from meshwright.parallel.tensor_parallel.wide_norms import GroupedNorm, WideNorm
 from meshwright.roles.adapters import projection
 from meshwright.roles.blocks import Block, Mixer
-from meshwright.roles.blocks.adapted_experts import adapted_experts
+from meshwright.roles.blocks.experts import adapted_experts
 
 # Takes a parameter and its layout; returns this rank's shard, or None if the parameter holds its values itself.
 ShardSource = Callable[[nn.Parameter, TensorLayout], Tensor | None]

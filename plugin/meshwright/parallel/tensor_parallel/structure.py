@@ -22,7 +22,7 @@ from meshwright.roles.blocks import BLOCKS, Block
 from meshwright.roles.blocks.block import OVER_TP, cut_over_tp
 from meshwright.roles.blocks.mixer import keep_undivided
 from meshwright.roles.decoder import embeds_tokens, towers_beside
-from meshwright.roles.projection import weight_of
+from meshwright.roles.linear_kernel import weight_of
 from meshwright.roles.roled_model import RoledModel
 from meshwright.roles.sharding_plan import Role, ShardingPlan
 

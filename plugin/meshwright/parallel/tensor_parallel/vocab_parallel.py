@@ -10,12 +10,11 @@ from torch import Tensor, nn
 
 from meshwright.layout.row_layout import RowLayout
 from meshwright.mesh.axes import Axis
+from meshwright.parallel.async_numbers import require_words
 from meshwright.parallel.collectives import reduce, share, unsplit_rows
 from meshwright.parallel.foreign_hooks import has_foreign_hooks
 from meshwright.parallel.method_chain import ChainStep, StepOrder, add_step
-from meshwright.parallel.shards.reads import ROW_READS, reading_shards, values_of
-from meshwright.parallel.shards.stand_in import InHead, ShardedLogits
-from meshwright.parallel.tensor_checks import require_words
+from meshwright.parallel.shards.stand_in import ROW_READS, InHead, ShardedLogits, reading_shards, values_of
 from meshwright.temporarily import temporarily
 
 

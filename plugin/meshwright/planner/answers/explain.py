@@ -8,16 +8,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from meshwright.planner.answers.cost import Budget, bill_dict, bill_line, bill_of
-from meshwright.planner.answers.notes import expert_line, notes, warnings_of
-from meshwright.planner.answers.remedies import masters_line, no_fit
-from meshwright.planner.answers.trainings import TrainingWay, training_dict, training_text
+from meshwright.planner.answers.notes import expert_line, masters_line, no_fit, notes, warnings_of
+from meshwright.planner.answers.sweep import TrainingWay, training_dict, training_text
 from meshwright.planner.formatting import gib, grid, seconds
 from meshwright.planner.job.candidate import Candidate, Job
 from meshwright.planner.job.shapes import ModelShape
 from meshwright.planner.machine.hardware import Cluster
 from meshwright.planner.search.method_choice import method_reasons
-from meshwright.planner.search.search import Choice, Search, search
-from meshwright.planner.search.simplicity import TIE
+from meshwright.planner.search.search import TIE, Choice, Search, search
 
 __all__ = ["TIE", "grid", "no_fit"]
 _GIB = 2**30

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import PlanError
-from meshwright.outside_files import OddFileError, read_json
+from meshwright.outside_files import OddFileError, holding, listed, number, problem_of, read_json, shown, text
 from meshwright.printable import printable
-from meshwright.schema import holding, listed, number, problem_of, shown, text
 
 _ID = re.compile(r"[\w.-]+/[\w.-]+")
 _TYPE = re.compile(r"\w+(-\w+)*")  # as that of a config's field model_type

@@ -10,14 +10,16 @@ from typing import Any, Self
 
 from meshwright.errors import PlanError
 from meshwright.model_kinds import kind_of
+from meshwright.outside_files import shown
 from meshwright.plan.partition import even_stages
 from meshwright.planner.job.adapters import Lora
 from meshwright.planner.job.config_file import LAYERS, WIDTH, WrongConfigError, read_config
-from meshwright.planner.job.family_traits import (
+from meshwright.planner.job.layer_shape import (
     COMPARED,
     LEARNED_POSITIONS,
     NOT_GATED,
     UNKNOWN_SIZES,
+    LayerShape,
     Traits,
     has_biases,
     has_norm_biases,
@@ -25,10 +27,8 @@ from meshwright.planner.job.family_traits import (
     shares_one_key_head,
     traits_of,
 )
-from meshwright.planner.job.layer_shape import LayerShape
 from meshwright.planner.job.measured import TowerShape
 from meshwright.printable import printable
-from meshwright.schema import shown
 
 _NO_WINDOW = frozenset({"llama", "olmo", "olmo2", "gemma"})  # families whose code ignores the config's window
 _STATES = re.compile(r"conv_kernel|conv_dim|conv1d|d_conv|conv_L_cache|lru_width|ssm_|state_size|linear_num_key")

@@ -11,10 +11,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from meshwright.errors import PlanError
-from meshwright.outside_files import OddFileError, read_json
+from meshwright.outside_files import (
+    Check,
+    OddFileError,
+    boolean,
+    holding,
+    integer,
+    listed,
+    number,
+    problem_of,
+    read_json,
+    shown,
+    table,
+    text,
+    write_whole,
+)
 from meshwright.planner.machine.devices import CATALOGUE, Device, device
-from meshwright.schema import Check, boolean, holding, integer, listed, number, problem_of, shown, table, text
-from meshwright.whole_file import write_whole
 
 __all__ = ["CATALOGUE", "Cluster", "Coefficients", "Device", "HardwareProfile", "Measurement", "device"]
 

@@ -2,6 +2,10 @@
 
 Each number is the size of a tensor that the code saves: transformers' layers, torch's fused attention, and the
 runtime's own loss and sequence parallelism. ``meshwright plan --trace`` measures the same bytes in a traced step.
+
+The memory of the head and the loss, by how many logits are in memory at once: see ``Job.logits``.
+
+The temporary memory of attention, in plain operations or in blocks of queries under cp, and of whole embeddings.
 """
 
 from __future__ import annotations
@@ -9,14 +13,201 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshwright.plan.context_methods import group_sizes, local_tokens
+from meshwright.plan.parts import BLOCK, SUMMED_WORDS, group_sizes, head_chunk, local_tokens
 from meshwright.planner.context_cost import exchanged_keys, runs_flash, shares_keys
 from meshwright.planner.job.adapters import ADAPTER_BYTES, Lora, saved_by_adapters
 from meshwright.planner.job.candidate import Candidate, Logits
 from meshwright.planner.job.layer_shape import LayerShape
 from meshwright.planner.job.measured import RankShare, TowerShape
 from meshwright.planner.job.shapes import ModelShape
-from meshwright.planner.memory.head_memory import saved_by_head
+
+
+def saved_by_head(
+    shape: ModelShape, plan: Candidate, tokens: int, b: int, logits: Logits, *, frozen: bool = False
+) -> float:
+    """Return the bytes that the head and the loss save for backward.
+
+    Args:
+        shape: the model.
+        plan: the plan, whose tp cuts the vocabulary.
+        tokens: the tokens of this rank's micro-batch.
+        b: bytes per element of the model's dtype.
+        logits: the logits that are in memory at once, as in ``Job``.
+        frozen: whether the head's weight gets no gradient.
+
+    Example:
+        >>> shape = ModelShape.of(name="m", layers=2, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=128, vocab=1000)
+        >>> [saved_by_head(shape, Candidate(tp=2), 16, 2, logits) for logits in ("chunked", "sharded", "gathered")]
+        [66048, 34048, 66048]
+    """
+    if logits == "chunked":  # the gradients of the head's input and weight
+        return (tokens + (0 if frozen else _words(shape, plan, logits))) * shape.hidden * b
+    # The head's input, which a frozen head does not read again, and a softmax in 32 bits.
+    return tokens * ((0 if frozen else shape.hidden * b) + 4 * _words(shape, plan, logits))
+
+
+def head_peak(
+    shape: ModelShape, plan: Candidate, tokens: int, b: int, *, cpu: bool, logits: Logits, frozen: bool = False
+) -> float:
+    """Return the bytes of the head and the loss at their peak, from the head's input on.
+
+    Args:
+        shape: the model.
+        plan: the plan, whose tp cuts the vocabulary.
+        tokens: the tokens of this rank's micro-batch.
+        b: bytes per element of the model's dtype.
+        cpu: whether the plan runs on CPU, where 16-bit products are widened before they are summed.
+        logits: the logits that are in memory at once, as in ``Job``.
+        frozen: whether the head's weight gets no gradient.
+
+    Example:
+        >>> shape = ModelShape.of(name="8B", layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336,
+        ...                       vocab=128256)
+        >>> whole = 4 * 8192 * 128256  # 32-bit logits
+        >>> round(head_peak(shape, Candidate(), 8192, 2, cpu=False, logits="chunked") / whole, 2)
+        0.78
+    """
+    if logits != "chunked":
+        own, read = tokens * _words(shape, plan, "sharded"), tokens * _words(shape, plan, logits)
+        # The loss of a part of the words overwrites 32-bit logits; torch's loss keeps the logarithm of the softmax.
+        in_loss = 4 * read * ((b < 4) + _is_whole(plan, logits))
+        # A rank's own logits are freed before the loss reads the gathered ones.
+        peak = b * read + max(b * own, in_loss) if read > own else b * own + in_loss
+        return tokens * shape.hidden * b + peak
+    words, traits = _words(shape, plan, logits), shape.traits
+    chunk = head_chunk(tokens, shape.hidden, element_bytes=logit_bytes(shape, b), cpu=cpu, frozen=frozen)
+    scores, weight = b * chunk * words, 0 if frozen else words * shape.hidden * b
+    if traits.casts_logits and b < 4:  # the loss overwrites the cast ones, whose gradient is cast back
+        in_loss = scores + 4 * chunk * words * (1 + traits.caps_logits) + scores
+        scores *= 2  # the logits and their gradient
+    else:  # the loss overwrites logits, on CPU a copy in 32 bits; a cap keeps its result
+        in_loss = scores * (1 + traits.caps_logits) + (4 * chunk * words if b < 4 and cpu else 0)
+    if chunk == tokens or frozen:
+        peak = max(in_loss, scores + weight)
+    else:
+        widened = 4 * chunk * (min(SUMMED_WORDS, words) + shape.hidden) if cpu and b < 4 else 0
+        peak = words * shape.hidden * max(4, b) + max(in_loss, scores + widened, weight if b < 4 else 0)
+    return 2 * tokens * shape.hidden * b + peak  # the head's input, and its gradient
+
+
+def after_head(shape: ModelShape, plan: Candidate, tokens: int, b: int, logits: Logits) -> float:
+    """Return the bytes that the backward of the loss needs at its peak, besides what forward saved.
+
+    The arguments are those of ``saved_by_head``.
+    """
+    if logits == "chunked":
+        return 0.0
+    words, read = _words(shape, plan, "sharded"), tokens * _words(shape, plan, logits)
+    # The loss of a part of the words overwrites the softmax by the logits' gradient; torch's loss makes two tensors.
+    in_loss = 8 * read if _is_whole(plan, logits) else b * read * (b < 4)
+    in_head = b * (tokens * words + words * shape.hidden + tokens * shape.hidden)
+    return max(in_loss, in_head - 4 * read)  # the softmax is free when the head begins
+
+
+def logit_bytes(shape: ModelShape, b: int) -> int:
+    """Return the most bytes that one of a model's logits has between the head and the loss."""
+    return max(b, 4 * shape.traits.casts_logits)
+
+
+def _words(shape: ModelShape, plan: Candidate, logits: Logits) -> int:
+    return shape.outputs if logits == "gathered" else -(-shape.outputs // plan.tp)
+
+
+def _is_whole(plan: Candidate, logits: Logits) -> bool:
+    """Return whether the loss sees all words, so that it is torch's cross-entropy."""
+    return logits == "gathered" or plan.tp == 1
+
+
+# Bytes of all tensors of the size of a block's scores that are alive at the same time, the last block's included.
+_SCORES_FORWARD = {2: 14, 4: 16}
+_SCORES_BACKWARD = {2: 18, 4: 20}
+# The same in terms of scores, for torch's plain operations on CUDA: in forward the scores, their softmax, and which are
+# minus infinity; in backward the gradients of softmax and scores, and the product of the former with the softmax.
+_MATH_FORWARD, _MATH_BACKWARD = 2.25, 3
+
+
+def attention_memory(
+    layer: LayerShape, plan: Candidate, *, seq_len: int, element_bytes: int, plain: bool = False
+) -> tuple[float, float]:
+    """Return the bytes that the attention of one layer needs in forward and in backward, besides what it saves.
+
+    Args:
+        layer, plan, seq_len, element_bytes: the layer, the plan, and the sizes.
+        plain: whether attention over shared keys is not fused, as ``Job.plain_attention``.
+
+    Example:
+        >>> layer = LayerShape(count=2, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=128)
+        >>> ulysses, ring = (attention_memory(layer, Candidate(cp=4, context=method), seq_len=32768, element_bytes=2)
+        ...                  for method in ("ulysses", "ring"))
+        >>> ulysses[0] < ring[0] < ring[1]
+        True
+    """
+    if plain and shares_keys(layer, plan, seq_len):
+        scores = plan.micro_batch * seq_len**2 * element_bytes * layer.heads / plan.tp
+        return _MATH_FORWARD * scores, _MATH_BACKWARD * scores
+    if plan.cp == 1:
+        return 0.0, 0.0
+    b, inner = element_bytes, group_sizes(plan.context, plan.cp, plan.ulysses)[0]
+    has_flash = runs_flash(layer, seq_len)
+    if plan.context in ("gather", "ulysses") and not has_flash:
+        return _in_blocks(layer, plan, seq_len, b)
+    rows = plan.micro_batch * local_tokens(seq_len, plan.cp)
+    query, keys = layer.query_width / plan.tp, exchanged_keys(layer, plan)
+    sent = b * rows * (query + 2 * keys) * 2 if inner > 1 else 0.0  # both sides of an exchange of heads
+    if plan.context == "ulysses":
+        return sent, sent
+    forward, backward = _of_blocks(layer, plan, seq_len, b) if not has_flash else _of_flash(rows * query, b)
+    if plan.context == "gather":
+        gathered, sums = (plan.cp * rows * 2 * keys * size for size in (b, max(4, b)))
+        in_blocks = 2 * gathered + sums + backward  # the keys, and a block's gradients of most of them
+        return max(2 * gathered, gathered + forward), max(in_blocks, gathered + 2 * sums)
+    shifted = 2 * rows * 2 * keys * b
+    return max(forward + shifted, sent), max(backward + shifted + 3 * rows * 2 * keys * 4, sent)
+
+
+def embedding_memory(shape: ModelShape, plan: Candidate, *, seq_len: int, element_bytes: int) -> float:
+    """Return the bytes of the embeddings of whole rows, which a decoder's forward holds under cp until it returns."""
+    return 0.0 if plan.cp == 1 else float(plan.micro_batch * seq_len * shape.hidden * element_bytes)
+
+
+def _of_flash(queries: float, b: int) -> tuple[float, float]:
+    """Return the bytes of forward and of backward, without keys, in blocks of up to half of a rank's queries."""
+    wide = max(4, b)
+    copies = queries * wide if b < wide else 0.0  # the result, before it is rounded
+    block = queries / 2
+    forward = copies + block * (b + 2 * wide)
+    backward = queries * wide + copies + block * b
+    return forward, backward
+
+
+def _of_blocks(layer: LayerShape, plan: Candidate, seq_len: int, b: int) -> tuple[float, float]:
+    """Return the bytes of blocks of up to BLOCK queries and the keys of a run; a rank of a ring has two runs."""
+    inner = group_sizes(plan.context, plan.cp, plan.ulysses)[0]
+    local = local_tokens(seq_len, plan.cp)
+    run, queries = inner * local // 2, plan.micro_batch * local * layer.query_width / plan.tp
+    scores = plan.micro_batch * layer.heads / plan.tp / inner * min(BLOCK, run) * run
+    return _SCORES_FORWARD[b] * scores + queries * 4, _SCORES_BACKWARD[b] * scores + queries * (2 * 4 + b)
+
+
+def _in_blocks(layer: LayerShape, plan: Candidate, seq_len: int, b: int) -> tuple[float, float]:
+    """Return the bytes of attention over all keys by the model's own function, a block of queries at a time."""
+    inner = plan.cp if plan.context == "ulysses" else 1
+    padded = plan.cp * local_tokens(seq_len, plan.cp)
+    whole = plan.micro_batch * padded
+    query, keys = layer.query_width / plan.tp / inner, exchanged_keys(layer, plan) / inner
+    block = min(BLOCK, padded // 2 if inner > 1 else local_tokens(seq_len, plan.cp) // 2)
+    seen = padded if layer.windowed < 1 or layer.window is None else min(padded, layer.window + block)
+    repeated = plan.micro_batch * seen * 2 * query * b if keys < query else 0.0
+    scores = plan.micro_batch * layer.heads / plan.tp / inner * block * seen if layer.traits.keeps_scores else 0.0
+    places = block * seen  # a mask is made as booleans, and then has the dtype of the scores
+    gathered = whole * 2 * keys * b if inner == 1 else 0.0
+    own = plan.micro_batch * block * query * b * 4
+    forward = max(2 * gathered, gathered + repeated + (b + 2) * places + own + _SCORES_FORWARD[b] * scores)
+    sums = whole * 2 * keys * 4
+    at_block = sums + 2 * repeated + 2 * plan.micro_batch * seen * 2 * keys * b + (b + 0.5) * places
+    backward = gathered + max(at_block + _SCORES_BACKWARD[b] * scores, 2 * sums if inner == 1 else 0.0)
+    return forward, backward
+
 
 _ROUTED = 8  # bytes that the router keeps for each token and expert: scores in 32 bits, and their softmax
 

@@ -6,18 +6,31 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 
-from meshwright.plan.context_methods import local_tokens
-from meshwright.plan.flat_offsets import IN_FLIGHT, flat_offsets, sharded_length
+from meshwright.plan.parts import IN_FLIGHT, flat_offsets, local_tokens, sharded_length
 from meshwright.planner.job.adapters import ADAPTER_BYTES, Lora, trained_bytes
 from meshwright.planner.job.candidate import Candidate, Logits, count_recomputed
 from meshwright.planner.job.layer_shape import LayerShape
 from meshwright.planner.job.optimizers import OptimizerKind
 from meshwright.planner.job.shapes import ModelShape
-from meshwright.planner.memory.activations import Saved, measured_share, saved_activations
-from meshwright.planner.memory.bucket_sizes import TOWER, Parameter, buckets, parameters, trained_members, units
-from meshwright.planner.memory.context_memory import attention_memory, embedding_memory
-from meshwright.planner.memory.head_memory import after_head, head_peak
-from meshwright.planner.memory.held_states import exchanged, held_states
+from meshwright.planner.memory.activations import (
+    Saved,
+    after_head,
+    attention_memory,
+    embedding_memory,
+    head_peak,
+    measured_share,
+    saved_activations,
+)
+from meshwright.planner.memory.held_states import (
+    TOWER,
+    Parameter,
+    buckets,
+    exchanged,
+    held_states,
+    parameters,
+    trained_members,
+    units,
+)
 
 _Gradients = tuple[tuple[Parameter, float, float], ...]
 

@@ -5,18 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from meshwright.plan.context_methods import local_tokens
-from meshwright.plan.flat_offsets import IN_FLIGHT
+from meshwright.plan.parts import IN_FLIGHT, local_tokens
 from meshwright.plan.schedule import most_held, rank_of_stage, stages_of_rank
 from meshwright.planner.job.candidate import Candidate, Job, count_recomputed, rank_runs, stage_runs
 from meshwright.planner.job.layer_shape import LayerShape
 from meshwright.planner.job.shapes import ModelShape
-from meshwright.planner.memory.activations import Saved, saved_activations
-from meshwright.planner.memory.bucket_sizes import BUCKET_BYTES
-from meshwright.planner.memory.context_memory import attention_memory, embedding_memory
+from meshwright.planner.memory.activations import (
+    Saved,
+    after_head,
+    attention_memory,
+    embedding_memory,
+    head_peak,
+    saved_activations,
+    saved_by_head,
+)
 from meshwright.planner.memory.footprint import footprint
-from meshwright.planner.memory.head_memory import after_head, head_peak, saved_by_head
 from meshwright.planner.memory.held_states import (
+    BUCKET_BYTES,
     master_bytes,
     optimizer_bytes,
     staged_exchange,

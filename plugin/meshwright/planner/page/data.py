@@ -17,12 +17,10 @@ from meshwright.planner.answers import explain
 from meshwright.planner.job.candidate import Candidate, stage_layers
 from meshwright.planner.machine.devices import CATALOGUE, spec_of
 from meshwright.planner.memory.peak import Memory
-from meshwright.planner.page.draw import HATCHED, PART_OF_AXIS
-from meshwright.planner.page.every_setting import Elsewhere
 from meshwright.planner.page.listing import Listed, Point, drawn_points
-from meshwright.planner.page.settings import Outcome, PageSettings, StageWork
-from meshwright.planner.search.search import Search
-from meshwright.planner.search.simplicity import SIMPLER, complexity
+from meshwright.planner.page.render import HATCHED, PART_OF_AXIS
+from meshwright.planner.page.settings import Elsewhere, Outcome, PageSettings, StageWork
+from meshwright.planner.search.search import SIMPLER, Search, complexity
 from meshwright.printable import shell_word
 
 _MIB = 2**20

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from meshwright.planner.answers.explain import ties
 from meshwright.planner.job.candidate import Candidate
 from meshwright.planner.memory.peak import peak_memory
-from meshwright.planner.search.search import Choice, Search, choice_of
-from meshwright.planner.search.simplicity import in_order
+from meshwright.planner.search.search import Choice, Search, choice_of, in_order
 from meshwright.planner.time.step import StepModel
 
 PLANS = 16  # largest number of plans of an answer, unless the search has more choices

@@ -10,17 +10,16 @@ from typing import Any
 from markupsafe import Markup
 
 from meshwright.errors import PlanError
+from meshwright.outside_files import write_whole
 from meshwright.planner.answers import explain
 from meshwright.planner.answers.cost import Budget, bill_line, bill_of
 from meshwright.planner.formatting import gib, seconds
 from meshwright.planner.page.data import describe_plan, launch_command, packed, page_data, plan_command
-from meshwright.planner.page.every_setting import Elsewhere, with_each_length, with_every_setting
 from meshwright.planner.page.listing import PLANS, Listed, listed_plans, pareto
 from meshwright.planner.page.render import render
-from meshwright.planner.page.settings import PageSettings, ranges
+from meshwright.planner.page.settings import Elsewhere, PageSettings, ranges, with_each_length, with_every_setting
 from meshwright.planner.search.search import Search
 from meshwright.printable import shell_word
-from meshwright.whole_file import write_whole
 
 _REASONS = 5  # largest number of reasons that are shown unfolded
 _ROWS = 48  # plans of all answers of a page together

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from meshwright.mesh.rank_grid import PLAN_AXES
-from meshwright.plan.context_methods import local_tokens
+from meshwright.plan.parts import local_tokens
 from meshwright.plan.schedule import SPLIT_BACKWARD
 from meshwright.planner.context_cost import methods
 from meshwright.planner.job.candidate import Candidate, Job, Recompute

@@ -15,8 +15,7 @@ from meshwright.planner.job.layer_shape import LayerShape
 from meshwright.planner.job.optimizers import orthogonalised
 from meshwright.planner.job.shapes import ModelShape
 from meshwright.planner.memory.held_states import exchanged
-from meshwright.planner.time.breakdown import Overlap, StepTime
-from meshwright.planner.time.layer import REMOTE, LayerModel
+from meshwright.planner.time.layer import REMOTE, LayerModel, Overlap, StepTime
 from meshwright.planner.time.simulate import SimulatedPipeline, pipeline_time
 
 _BUS = 25e9  # bytes per second from a device to its host and back: PCIe 4 x16

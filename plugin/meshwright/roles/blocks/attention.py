@@ -11,7 +11,7 @@ from meshwright.errors import PlanError
 from meshwright.roles.blocks.block import Block, direct_projections, split_projections
 from meshwright.roles.blocks.head_layout import QUERY_HEADS, HeadLayout, head_layout
 from meshwright.roles.decoder import is_norm
-from meshwright.roles.projection import in_features, out_features
+from meshwright.roles.linear_kernel import in_features, out_features
 from meshwright.roles.sharding_plan import Role
 
 _NAMES = {

@@ -14,8 +14,7 @@ from meshwright.layout.row_layout import RowLayout
 from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.roles.adapters import is_adapted, projection
 from meshwright.roles.blocks.head_layout import HeadLayout
-from meshwright.roles.linear_kernel import form_of
-from meshwright.roles.projection import in_features, is_projection, output_dim
+from meshwright.roles.linear_kernel import form_of, in_features, is_projection, output_dim
 from meshwright.roles.roled_model import RoledModel
 from meshwright.roles.sharding_plan import BlockPart, Role
 

@@ -17,7 +17,7 @@ from meshwright.roles.blocks.mixer_kinds import MixerHeads, MixerKind, attribute
 from meshwright.roles.blocks.mlp import Mlp
 from meshwright.roles.decoder import Decoder, find_decoder, hidden_size
 from meshwright.roles.family_hints import hinted_roles, hints_of, roles_inside
-from meshwright.roles.projection import in_features, is_projection, out_features
+from meshwright.roles.linear_kernel import in_features, is_projection, out_features
 from meshwright.roles.roled_model import RoledModel
 from meshwright.roles.sharding_plan import BlockPart, Role, ShardingPlan
 

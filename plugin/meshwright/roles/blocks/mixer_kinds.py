@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from meshwright.layout.row_layout import RowLayout, Span
 from meshwright.roles.blocks.head_layout import HeadLayout
-from meshwright.roles.projection import in_features, is_projection, out_features
+from meshwright.roles.linear_kernel import in_features, is_projection, out_features
 
 Parts = tuple[str, ...]  # the parts of some rows in their order: "head", "group", or a word of the kind
 

@@ -10,7 +10,7 @@ from torch import nn
 from meshwright.errors import PlanError
 from meshwright.layout.row_layout import RowLayout
 from meshwright.roles.blocks.block import Block, direct_projections, split_projections
-from meshwright.roles.projection import in_features, out_features
+from meshwright.roles.linear_kernel import in_features, out_features
 from meshwright.roles.sharding_plan import Role
 
 _DOWN_NAMES = {"down_proj", "fc2", "lin2", "linear2", "linear_fc2", "w2", "dense_4h_to_h", "fc_out"}

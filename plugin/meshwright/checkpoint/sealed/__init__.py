@@ -1,1 +1,0 @@
-"""Folders of files that other programs write, with a seal that lists them: for the Trainer and accelerate."""

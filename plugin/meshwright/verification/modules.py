@@ -1,0 +1,190 @@
+"""Keeps models in float64, since their casts to float32 inside norms, softmax and loss would hide errors.
+
+Records each module's output in a form that does not depend on how the tokens are sharded over ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.plan.config import ParallelPlan
+from meshwright.roles.adapters import is_adapted
+from meshwright.roles.blocks import mixers_of
+from meshwright.roles.blocks.experts import is_experts
+from meshwright.verification.comparison_report import Difference
+
+_IN_FLOAT64 = ("eager", "batched_mm")  # transformers' code of experts that does not need torch's grouped_mm
+
+
+def _keep_float64(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(function)
+    def keep(x: Tensor, *args: object, **kwargs: object) -> Tensor:
+        if x.dtype is torch.float64:
+            args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
+            kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in kwargs.items()}
+        return function(x, *args, **kwargs)
+
+    return keep
+
+
+def _as_written(obj: Any, *_: object, **__: object) -> Any:
+    return obj
+
+
+class Float64:
+    """A context in which a cast of a float64 tensor to float32 returns float64.
+
+    The class patches functions, since a TorchFunctionMode is off while activation checkpointing recomputes.
+    """
+
+    def __enter__(self) -> None:
+        to_float = Tensor.float
+
+        def to_float_or_double(x: Tensor) -> Tensor:
+            if x.dtype is torch.float64:
+                return x
+            # Integers become float64, since transformers before 5.18 multiplies cast positions by a float64 matrix.
+            return to_float(x) if x.is_floating_point() else x.double()
+
+        self._patches: list[mock._patch[Any]] = [
+            mock.patch.object(Tensor, "float", to_float_or_double),
+            mock.patch.object(Tensor, "to", _keep_float64(Tensor.to)),
+            mock.patch.object(Tensor, "type", _keep_float64(Tensor.type)),
+            mock.patch.object(torch, "zeros_like", _keep_float64(torch.zeros_like)),
+            mock.patch.object(torch, "sum", _keep_float64(torch.sum)),
+            mock.patch.object(torch.nn.functional, "softmax", _keep_float64(torch.nn.functional.softmax)),
+            mock.patch.object(torch.nn.functional, "log_softmax", _keep_float64(torch.nn.functional.log_softmax)),
+            # What a family's file compiles as it is imported runs as written: TorchScript knows none of the above.
+            mock.patch.object(torch.jit, "script", _as_written),
+        ]
+        for patch in self._patches:
+            patch.start()
+
+    def __exit__(self, *_: object) -> None:
+        for patch in self._patches:
+            patch.stop()
+
+
+@contextlib.contextmanager
+def in_float64() -> Iterator[None]:
+    """Use float64 wherever a model would choose float32 itself."""
+    before, zeros = torch.get_default_dtype(), torch.zeros
+
+    def zeros_in_float64(*size: Any, **options: Any) -> Tensor:
+        return zeros(*size, **options | ({"dtype": torch.float64} if options.get("dtype") is torch.float32 else {}))
+
+    torch.set_default_dtype(torch.float64)
+    try:
+        with Float64(), mock.patch.object(torch, "zeros", zeros_in_float64):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def run_experts_in_float64(model: nn.Module) -> tuple[str, ...]:
+    """Let a model's experts run code that can compute in float64; return a sentence if they would not have.
+
+    Their default is torch's grouped matrix multiplication, which has no float64 on a CPU.
+    """
+    found: list[Any] = [module.config for module in model.modules() if is_experts(module)]
+    configs = {id(config): config for config in found}
+    others = {config._experts_implementation for config in configs.values()}.difference(_IN_FLOAT64)
+    if not others:
+        return ()
+    for config in configs.values():
+        config._experts_implementation = _IN_FLOAT64[0]
+    return (
+        f"The experts run experts_implementation={_IN_FLOAT64[0]!r} in place of {', '.join(map(repr, others))}, which "
+        "has no float64.",
+    )
+
+
+@dataclass(frozen=True)
+class Output:
+    """The output of one module, summed over the tokens.
+
+    Args:
+        tokens: the number of tokens.
+        ndim: the output's number of dims.
+        sums: the sums of the values and of their squares, [2, width].
+    """
+
+    tokens: int
+    ndim: int
+    sums: Tensor
+
+
+class ModuleOutputs:
+    """Records the first output of each module, in the order of the calls.
+
+    A projection and its adapters are recorded together, since only their sum is reduced over tp, and so is a mixer,
+    which is reduced at its end.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.seen: dict[str, Output] = {}
+        adapted = [module for module in model.modules() if is_adapted(module)]
+        together = [*adapted, *mixers_of(model).values()]
+        addends = {part for module in together for part in module.modules()}.difference(together)
+        self._handles = [
+            module.register_forward_hook(self._hook(name))
+            for name, module in model.named_modules()
+            if name and module not in addends
+        ]
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _hook(self, name: str) -> object:
+        def take(module: nn.Module, args: tuple[object, ...], output: object) -> None:
+            x = output[0] if isinstance(output, tuple | list) and output else output
+            if name in self.seen or not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim < 2:
+                return
+            rows = x.detach().reshape(-1, x.shape[-1])
+            self.seen[name] = Output(len(rows), x.ndim, torch.stack([rows.sum(0), rows.square().sum(0)]))
+
+        return take
+
+
+def output_differences(
+    expected: Mapping[str, Output], ranks: Sequence[Mapping[str, Output]], plan: ParallelPlan
+) -> list[Difference]:
+    """Compare the outputs of modules on all ranks with those on one device.
+
+    An output is compared if every rank of its pipeline stage holds all of it, or a contiguous slice of its tokens
+    (sequence parallelism). An output that is sharded over its width or over heads is not compared, but later outputs
+    computed from it are.
+
+    Args:
+        expected: the outputs on one device.
+        ranks: the outputs on each rank of the plan, all for the same batch, of the modules of the rank's stages.
+        plan: the plan.
+    """
+    found, tp = [], plan.tp
+    for name, one in expected.items():
+        parts = [rank[name] for rank in ranks if name in rank]
+        if one.ndim != 3 or len(parts) < plan.dp * tp or any(part.sums.shape != one.sums.shape for part in parts):
+            continue
+        if all(part.tokens == one.tokens for part in parts):
+            sums = [part.sums for part in parts]
+        elif all(part.tokens * tp == one.tokens for part in parts):
+            sums = [sum_of([part.sums for part in parts[i : i + tp]]) for i in range(0, len(parts), tp)]
+        else:
+            continue
+        scale = one.sums.abs().amax(1, keepdim=True).clamp_min(torch.finfo(one.sums.dtype).tiny)
+        worst = max(float(((actual - one.sums) / scale).abs().max()) for actual in sums)
+        found.append(Difference("outputs of modules, in evaluation", name, "the first batch", worst))
+    return found
+
+
+def sum_of(parts: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(parts)).sum(0)
