@@ -14,10 +14,9 @@ if TYPE_CHECKING:
 
 # The module of each public name.
 _HOMES = {
-    "balance": ("BalanceExperts",),
-    "callback": ("MeshwrightCallback",),
+    "callback": ("BalanceExperts", "MeshwrightCallback"),
     "configs": ("register", "unregister"),
-    "saved_plan": ("save_plan",),
+    "distributed_config": ("save_plan",),
     "trainer": ("MeshwrightTrainer", "MeshwrightTrainerMixin"),
 }
 _HOME = {name: f"meshwright_hf.{module}" for module, names in _HOMES.items() for name in names}

@@ -140,7 +140,7 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._launch = self._launch or launch_name(self._announced.job_id)
-        os.environ[LAUNCH_VARIABLE] = self._launch  # for the Trainer (trainer_folders.py)
+        os.environ[LAUNCH_VARIABLE] = self._launch  # for the Trainer (folders.py)
         started = super()._start_workers(worker_group)
         self._announced.pass_on()  # what came while there were no processes
         return started

@@ -52,7 +52,7 @@ class Seal:
     """What a sealed folder holds.
 
     Args:
-        number: its place in the order of its neighbours (see lineage.py).
+        number: its place in the order of its neighbours (see reading.py).
         run: the run that it belongs to.
         launches: the runs of ``meshwright launch`` that saved it, one of each machine.
         written: when the folder was sealed by its host's clock, in nanoseconds since 1970; it decides nothing.

@@ -203,7 +203,7 @@ class Hub:
         raise AssertionError(f"a message of unknown kind {kind!r}")
 
     def _say(self, rank: int, topic: str, text: str) -> list[Post]:
-        """Keep a rank's text; once all ranks have said theirs, send them all to each (see hub_exchange.py)."""
+        """Keep a rank's text; once all ranks have said theirs, send them all to each (see every_rank.py)."""
         said = self._said.setdefault(topic, {})
         said[rank] = text
         if len(said) < self._world_size:

@@ -66,7 +66,7 @@ class Manifest:
     """What a checkpoint holds.
 
     Args:
-        number: its place in the order of its neighbours (see lineage.py).
+        number: its place in the order of its neighbours (see reading.py).
         run: the run that it belongs to.
         step: the number that the program gave the checkpoint; None if it gave none.
         written: when it was written by its host's clock, in nanoseconds since 1970; it decides nothing.

@@ -1,6 +1,6 @@
 """Modules that mix the rows of a batch, so that a plan that splits the batch would give other numbers: refused by name.
 
-What is not known by name is found in the first steps (``forward_writes.py``).
+What is not known by name is found in the first steps (``writes.py``).
 
 Tells of an input that has as many entries as a batch has rows by chance, such as weights of classes.
 

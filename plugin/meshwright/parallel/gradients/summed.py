@@ -2,7 +2,7 @@
 
 While backward runs, sum the gradients of rows that several ranks hold, before an engine reads them.
 
-The runtime's own synchroniser averages the copies of a whole bucket at a time (see gradient_sync.py). That is too late
+The runtime's own synchroniser averages the copies of a whole bucket at a time (see sync.py). That is too late
 for an engine that takes each gradient as soon as it arrives, as DeepSpeed's ZeRO does to partition it.
 
 The scale of a GradScaler, for backward passes that begin before the program can multiply the loss by it.
