@@ -97,7 +97,8 @@ def _serve(listener: socket.socket, address: str, parsed_only: tuple[str, ...], 
         importlib.import_module(module)
     gc.freeze()  # in the programs, too: a collection there would copy each page that they share with this process
     forkserver._forkserver._forkserver_address = address  # type: ignore[attr-defined]
-    forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]
+    # The bound method and the module's name for it: a program that starts a server by either would import all anew.
+    forkserver._forkserver.ensure_running = forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
         connection, _ = listener.accept()

@@ -317,6 +317,8 @@ def boundary_bytes(shape: ModelShape, plan: Candidate, job: Job) -> float:
 
 def _weighted(held: Sequence[Sequence[int]], values: Sequence[float]) -> list[float]:
     """Return the sum of the values of the layers of each stage or rank, which holds so many layers of each run."""
+    if len(values) == 1:  # a search asks this several hundred thousand times, nearly always for layers of one kind
+        return [count * values[0] for (count,) in held]
     return [sum(count * value for count, value in zip(counts, values, strict=True)) for counts in held]
 
 
