@@ -20,8 +20,14 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.launcher import api as torch_launcher
 
 from meshwright.faults.preemption import PREEMPTED, SIGNALS
-from meshwright_hf.launch import job as network
-from meshwright_hf.launch.job import LAUNCH_VARIABLE, RESTARTED_VARIABLE, Launch, launch_name, say
+from meshwright_hf.launch.job import (
+    LAUNCH_VARIABLE,
+    RESTARTED_VARIABLE,
+    Launch,
+    launch_name,
+    local_address_towards,
+    say,
+)
 from meshwright_hf.launch.tied_to_launcher import tied
 
 # Without it, the processes of all attempts would meet in one store, where they read addresses of ended processes.
@@ -88,7 +94,7 @@ def meeting(config: Any, job: Launch) -> Any:
         rdzv_backend="c10d",
         rdzv_endpoint=f"{job.main_process_ip}:{job.main_process_port}",
         rdzv_configs=options,
-        local_addr=network.local_address_towards(job.main_process_ip),
+        local_addr=local_address_towards(job.main_process_ip),
         max_restarts=job.max_restarts,
     )
 

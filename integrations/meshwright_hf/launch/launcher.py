@@ -31,8 +31,18 @@ from meshwright.mesh.host import core_count
 from meshwright.planner.job.candidate import Candidate
 from meshwright.planner.machine.hardware import Cluster
 from meshwright.printable import shell_word, without_secrets
-from meshwright_hf.launch import job as network
-from meshwright_hf.launch.job import RESUME_VARIABLE, Launch, job_environment, note_of_processes, say
+from meshwright_hf.launch.job import (
+    LOOPBACK,
+    RESUME_VARIABLE,
+    Launch,
+    check_port,
+    free_port,
+    interface_of,
+    job_environment,
+    local_address_towards,
+    note_of_processes,
+    say,
+)
 from meshwright_hf.versions import SAID_VARIABLE, outside_range
 
 
@@ -192,10 +202,10 @@ def _with_address(job: Launch) -> Launch:
     """Return the launch with a missing address and port filled in; check the port on the machine that listens."""
     port = job.main_process_port
     if port is None:
-        port = network.free_port() if job.num_machines == 1 else DEFAULT_PORT
+        port = free_port() if job.num_machines == 1 else DEFAULT_PORT
     if job.machine_rank == 0 and (job.num_processes > 1 or job.max_restarts):
-        network.check_port(port)
-    return dataclasses.replace(job, main_process_ip=job.main_process_ip or network.LOOPBACK, main_process_port=port)
+        check_port(port)
+    return dataclasses.replace(job, main_process_ip=job.main_process_ip or LOOPBACK, main_process_port=port)
 
 
 def _environment(job: Launch, on_cpu: bool) -> dict[str, str]:
@@ -216,7 +226,7 @@ def _environment(job: Launch, on_cpu: bool) -> dict[str, str]:
     if job.num_processes > 1 and "GLOO_SOCKET_IFNAME" not in os.environ:
         assert job.main_process_ip is not None
         # By default gloo announces the address of the host's name, which is often 127.0.1.1.
-        interface = network.interface_of(network.local_address_towards(job.main_process_ip))
+        interface = interface_of(local_address_towards(job.main_process_ip))
         if interface is not None:
             environment["GLOO_SOCKET_IFNAME"] = interface
         elif job.num_machines > 1:

@@ -26,8 +26,6 @@ from torch.distributed import ProcessGroup
 
 from meshwright.errors import DivergenceError, PeerFailedError
 from meshwright.faults import ending, interpose
-from meshwright.faults import ending as caught_errors
-from meshwright.faults import ending as main_thread
 from meshwright.faults.collective_log import CallTrace, describe, describe_tensors, first_difference, set_timeouts
 from meshwright.faults.ending import MARGIN, SPEAKS, Deadline, end_children, end_process
 from meshwright.faults.every_rank import HubExchange, Wishes, advice
@@ -71,7 +69,7 @@ class Guard:
         self.hint = ""  # a likely cause of later differences between the ranks
         self.on_failure: Callable[[str], None] | None = None  # called with what is known when a rank fails
         self._hub: Hub | None = None
-        self._caught = caught_errors.CaughtErrors()
+        self._caught = ending.CaughtErrors()
         self._deadline = Deadline()
         self._wishes = Wishes()
         meets_at = dist.PrefixStore(
@@ -277,7 +275,7 @@ class Guard:
             self._link, self._rank, topic=topic, cause=lambda: self.cause, patience=max(self.timeout, CLEANS_UP)
         )
 
-    @main_thread.waits_for_ranks
+    @ending.waits_for_ranks
     def explain(self, error: RuntimeError) -> RuntimeError:
         """Return a network error with the rank and the reason added."""
         if not self.is_current or isinstance(error, PeerFailedError):
@@ -370,7 +368,7 @@ class Guard:
     def _ask(self, key: str, ranks: tuple[int, ...], what: str, note: str = "") -> dict[str, Any] | None:
         if (error := self._caught.swallowed()) is not None:  # after which the ranks cannot go on together
             self._link.tell({"kind": "fail", "how": f"step {self.step}, went on after {ending.in_short(error)}"})
-            text = f"{self.name}: {caught_errors.text_of(error)}"
+            text = f"{self.name}: {ending.text_of(error)}"
             self._note(text)
             end_process(text, self._deadline, self.end_silent, error)
         note = ", ".join(filter(None, [note, self.trace.call and f"in {self.trace.call}", self._caught.of_pass]))
@@ -451,13 +449,13 @@ class Guard:
             self._deadline.set(None)
             return
         self._note(why)
-        text = f"{why}, so this process ends. Its main thread is here:\n{main_thread.stack()}"
+        text = f"{why}, so this process ends. Its main thread is here:\n{ending.stack()}"
         end_process(text, self._deadline, self.end_silent, PeerFailedError(text))
 
     def _beat(self) -> dict[str, Any]:
         """Return what this rank is doing; called every second in the listening thread."""
-        waits = main_thread.is_waiting()
-        place = f", at {main_thread.place()}" if not waits and self.trace.age >= 1.0 else ""
+        waits = ending.is_waiting()
+        place = f", at {ending.place()}" if not waits and self.trace.age >= 1.0 else ""
         status = f"step {self.step}, {self.trace.last()}{place}"
         return {"status": status, "waits_for": self.trace.ranks if waits else ()}
 
