@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from harness import WorkerPool
-from meshwright.mesh.host import SHARE_GPUS, open_host_wire
+from meshwright.mesh.host_wire import SHARE_GPUS, open_host_wire
 
 _TIMEOUT = 400.0  # seconds for one function on all ranks; some compile large models
 

@@ -1,6 +1,5 @@
-"""Converts loaders of one data-parallel rank's batches (as in the Trainer and accelerate) to global batches.
-
-Gathers the rows of all data-parallel ranks for metrics: each row once, in the order of the dataset.
+"""The batches of one data-parallel rank and the global batch: loaders are converted to it, and rows for metrics are
+gathered from it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""A Trainer callback that logs throughput, memory and the planner's plan, and compares the replicas' weights.
-
-A Trainer callback that balances experts without an auxiliary loss.
-
-Checks whether ranks that must hold equal weights still do.
-"""
+"""Callbacks for a Trainer that show a run, compare replicas and balance experts."""
 
 from __future__ import annotations
 
@@ -26,7 +21,7 @@ from meshwright.choose.given_plan import PLAN_VARIABLE
 from meshwright.choose.model_sizes import describe_model
 from meshwright.choose.picked_plan import device_at_hand, plan_card
 from meshwright.errors import DivergenceError, PlanError
-from meshwright.faults.statement import memory_digest
+from meshwright.faults.memory_digest import memory_digest
 from meshwright.mesh.process_group import world_size
 from meshwright.monitor.held_memory import peak_memory
 from meshwright.optim.runtime import device_of, find_runtime

@@ -40,7 +40,8 @@ from meshwright.distribute.to_distributed import to_distributed
 from meshwright.errors import CheckpointError, PlanError
 from meshwright.optim.runtime import find_runtime
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
-from meshwright_hf.distributed_config import STYLES, options_for
+from meshwright_hf.distributed_config import options_for
+from meshwright_hf.styles import STYLES
 from meshwright_hf.versions import warn_outside_range
 
 
@@ -115,7 +116,7 @@ def register(*, take_over: TakeOver = "sequence_parallel") -> None:
 
     ``distributed_config`` may then also be a ``meshwright.ParallelPlan``, a plan in words ("dp2 tp2+sp"), or a
     ``ToDistributedConfig``, in which plan=None means the plan in the model's config.json. The styles of
-    ``meshwright_hf.distributed_config`` can be used in transformers' own ``tp_plan``. Nothing else changes. A second
+    ``meshwright_hf.styles`` can be used in transformers' own ``tp_plan``. Nothing else changes. A second
     call replaces the first.
 
     Args:

@@ -1,9 +1,7 @@
-"""Makes a small causal LM with the kinds of layers and the proportions of a real config.
+"""Makes a small causal LM with the kinds of layers of a real config, in sizes that keep the ratios a plan needs.
 
 The kinds of decoder layers are found in the real model, and the small one has a small set of layers that includes all
 kinds.
-
-Makes a config's sizes smaller, but keeps the ratios and the divisibility by tp and ep that matter to a plan.
 """
 
 from __future__ import annotations

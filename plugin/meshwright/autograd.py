@@ -47,12 +47,12 @@ def refuse_second_order(instead: str) -> None:
     """
     if torch.is_grad_enabled():  # autograd's engine turns gradients on in backward for create_graph alone
         raise UnreadableTensorError(
-            "create_graph=True: gradients that pass here are not those of one device as a graph, so that a penalty on "
-            f"them would lose its gradient, or a factor. {instead}"
+            "create_graph=True: this plan computes some gradients without a graph. A penalty on them would have no "
+            f"gradient, or one of another size than on one device. {instead}"
         )
 
 
-class GraphlessFunction(torch.autograd.Function):
+class RuntimeFunction(torch.autograd.Function):
     """An autograd function that raises where a second derivative would silently lack its part.
 
     Attributes:
@@ -68,10 +68,10 @@ class GraphlessFunction(torch.autograd.Function):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         if "backward" in vars(cls) and not cls.has_graph:
-            cls.backward = staticmethod(_refusing(cls, cls.backward))  # type: ignore[method-assign]
+            type.__setattr__(cls, "backward", staticmethod(_refusing(cls, cls.backward)))
 
 
-def _refusing(cls: type[GraphlessFunction], backward: Callable[..., Any]) -> Callable[..., Any]:
+def _refusing(cls: type[RuntimeFunction], backward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(backward)
     def call(ctx: Node, *gradients: Tensor | None) -> Any:
         if not (cls.is_linear and all(x is None or not x.requires_grad for x in gradients)):
@@ -81,7 +81,7 @@ def _refusing(cls: type[GraphlessFunction], backward: Callable[..., Any]) -> Cal
     return call
 
 
-class TensorFunction(GraphlessFunction):
+class TensorFunction(RuntimeFunction):
     """An autograd function whose result is one tensor."""
 
     if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class TensorFunction(GraphlessFunction):
         def apply(cls, *args: object) -> Tensor: ...
 
 
-class TensorsFunction(GraphlessFunction):
+class TensorsFunction(RuntimeFunction):
     """An autograd function whose result is several tensors."""
 
     if TYPE_CHECKING:

@@ -11,7 +11,7 @@ Whoever decides about a model asks its facts, and does not walk over the model a
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from torch import nn
@@ -49,7 +49,7 @@ class Facts:
         for place, (_, module) in enumerate(walk):
             self._places.setdefault(module, place)
         self.names: Mapping[nn.Module, str] = {module: walk[place][0] for module, place in self._places.items()}
-        self.found: dict[Callable[..., Any], Any] = {}
+        self.found: dict[Hashable, Any] = {}
 
     def inside(self, module: nn.Module) -> tuple[nn.Module, ...]:
         """Return a module and all modules in it, each once, in their order."""

@@ -1,14 +1,11 @@
-"""Reads files from outside, which may have been written to fill the memory, to take for ever or to mean two things.
+"""Reads, checks and writes files that other programs and people touch. Reading takes bounded memory, and writing is
+whole or not at all.
 
 The work is linear in the bytes of the text. Besides the file's own size, parsing takes at most ``MEMORY`` bytes, which
 is decided before it begins: by how many values of each kind the text can have at most.
 
-Says what each field of a saved file may hold, so that one check names the field whose type or range is wrong.
-
 A check is a function of a value and of the name of its field. Checks are combined like the values themselves:
 ``table(listed(integer(0, 9)))`` is a table of lists of digits. A file is described by one table of its fields.
-
-Writes files that people name, whole or not at all.
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from meshwright.autograd import GraphlessFunction
+from meshwright.autograd import RuntimeFunction
 from meshwright.compiling import eager
-from meshwright.faults.statement import value_digest
+from meshwright.faults.memory_digest import value_digest
 from meshwright.faults.together import Claim, agreed
 from meshwright.mesh.process_group import ensure_process_group
 from meshwright.mesh.process_mesh import ProcessMesh
@@ -164,10 +164,8 @@ def reshard(tensor: DTensor, mesh: Mesh, placements: Sequence[Placement]) -> DTe
     return result
 
 
-class _Reshard(GraphlessFunction):
+class _Reshard(torch.autograd.Function):
     """Moves the tensor in forward, and its gradient back in backward."""
-
-    has_graph = True
 
     @staticmethod
     def forward(ctx: Any, tensor: DTensor, source: Layout, device_mesh: DeviceMesh, target: Layout) -> DTensor:
@@ -180,7 +178,7 @@ class _Reshard(GraphlessFunction):
         return _Reshard.apply(grad, layout, ctx.device_mesh, of_gradient(ctx.source)), None, None, None
 
 
-class _ShardTensor(GraphlessFunction):
+class _ShardTensor(RuntimeFunction):
     """Takes each rank's part of a full tensor in forward; returns the full gradient on every rank in backward."""
 
     is_linear = True

@@ -1,6 +1,5 @@
-"""Give attributes other values for the time of a context.
-
-Puts a function in the place of a method of one object, so that it still looks like the method.
+"""Replaces attributes and methods of objects: for the time of a context, or so that the new method looks like the old
+one.
 
 Other libraries take methods apart: they read ``module.forward.__func__``, or inspect the signature. So what replaces a
 method is a bound method itself. It has no ``__wrapped__``, by which accelerate's ``unwrap_model`` would go past it.

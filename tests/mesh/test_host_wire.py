@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from conformance.gpu.training import Numbers, trained
 from harness.programs import run_program
 from meshwright.errors import PlanError
-from meshwright.mesh.host import OPERATIONS, SHARE_GPUS, check_device_num, shares_gpus, through_host
+from meshwright.mesh.host import check_device_num
+from meshwright.mesh.host_wire import OPERATIONS, SHARE_GPUS, shares_gpus, through_host
 from meshwright.mesh.process_group import backend_for
 
 CUDA = torch.device("cuda", 0)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import patch
 
 import pytest
@@ -119,7 +120,7 @@ def test_draws_are_those_of_one_device(pool2: Any) -> None:
 
 
 class Unplaced(nn.Module):
-    """Draws what a rank cannot place: for as many entries as a value says, or inside of a kernel."""
+    """Draws what a rank cannot place: by a value, by the number of its rows, or inside of a kernel."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -130,13 +131,19 @@ class Unplaced(nn.Module):
             x = x.index_add(0, torch.tensor([0]), torch.rand(1 + int(x.sum() > 1), LENGTH).sum(0, keepdim=True))
         if self.kind == "kernel":
             x = x + torch.poisson(x.abs())
+        if self.kind == "bounds":
+            x = x + torch.randint(0, 10 * len(x), (len(x), 1))
+        if self.kind == "choice":
+            x = x[torch.randint(0, len(x), (len(x),))]
+        if self.kind == "permutation":
+            x = x[torch.randperm(len(x))]
         x = nn.functional.dropout(x, 0.5, self.training)
         return {"loss": nn.functional.cross_entropy(self.linear(x), labels)}
 
 
-def told(kind: str, draws: str = "device") -> list[str]:
+def told(kind: str, draws: Literal["device", "rank"] = "device") -> list[str]:
     torch.manual_seed(0)
-    config = mw.ToDistributedConfig(plan="dp2", loss_averages_over="rows", draws=draws)  # type: ignore[arg-type]
+    config = mw.ToDistributedConfig(plan="dp2", loss_averages_over="rows", draws=draws)
     model = mw.to_distributed(Unplaced(kind), config=config)[0]
     torch.manual_seed(dist.get_rank() if kind == "seeds" else 0)
     with logged(level=logging.WARNING) as said:
@@ -146,7 +153,8 @@ def told(kind: str, draws: str = "device") -> list[str]:
 
 
 def test_draws_that_are_not_those_of_one_device_are_told_of_once(pool2: Any) -> None:
-    words = {"values": "Unplaced.forward, test_draws.py:", "kernel": "inside of a kernel", "seeds": "Seed all ranks"}
+    words = dict.fromkeys(("values", "bounds", "choice", "permutation"), "Unplaced.forward, test_draws.py:")
+    words |= {"kernel": "inside of a kernel", "seeds": "Seed all ranks"}
     for kind, word in words.items():
         said, quiet = pool2.run(told, kind), pool2.run(told, kind, "rank")
         assert said[0] == said[1] and len(said[0]) == 1 and word in said[0][0] and "draws='rank'" in said[0][0], said
@@ -226,6 +234,24 @@ def test_a_draw_belongs_to_the_call_that_makes_it(pool2: Any) -> None:
         assert mean == pytest.approx(expected, rel=1e-12), kind
         assert not said, said
         assert sought <= 2, (kind, sought)  # batches of further lengths have the rows where two have shown them
+
+
+def numbers_beside_an_interrupted_pass() -> list[float]:
+    """What the program draws after each of four steps, the second of which is interrupted."""
+    model = mw.to_distributed(Called("interrupted"), config=mw.ToDistributedConfig(plan="dp2"))[0]
+    torch.manual_seed(5)
+    found = []
+    for _ in range(4):
+        with contextlib.suppress(KeyboardInterrupt):
+            model(torch.rand(2, LENGTH), torch.tensor([0, 1]))["loss"].backward()
+        found.append(torch.rand(()).item())
+    return found
+
+
+def test_the_program_draws_alike_after_an_interrupted_pass(pool2: Any) -> None:
+    """The pass has left the ranks at streams of their own; the next one ends it first."""
+    first, second = pool2.run(numbers_beside_an_interrupted_pass)
+    assert [one == other for one, other in zip(first, second, strict=True)] == [True, False, True, True]
 
 
 def apart() -> tuple[list[str], list[float]]:

@@ -21,7 +21,6 @@ from meshwright.errors import PlanError
 from meshwright.parallel.fake_passes import fake_pass
 from meshwright.parallel.fake_passes.fake_pass import MetaMode, run_without_values
 from meshwright.parallel.fake_passes.known_values import KnownValues
-from meshwright.parallel.fake_passes.remembered import forget
 from meshwright.parallel.losses.observed import observe_loss
 from meshwright.parallel.tensor_parallel.structure import outline
 from meshwright.pipeline.layer_order import record_order
@@ -32,7 +31,6 @@ TYPES = ["llama", "jetmoe", "bloom", "bert", "falcon_h1", "deepseek_v3"]
 
 def recorded(model: nn.Module) -> list[str]:
     """Return what passes without values show of a model, or why they cannot."""
-    forget()
     decoder = outline(model, instead="ParallelPlan()")
     names = {module: name for name, module in model.named_modules()}
     found = []

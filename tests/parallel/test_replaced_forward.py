@@ -16,7 +16,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 import meshwright as mw
 from meshwright.errors import PlanError
-from meshwright.faults.statement import has_values
+from meshwright.faults.memory_digest import has_values
 from support.exact import Float64
 from support.models import build, labels_for, tokens
 

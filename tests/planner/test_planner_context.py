@@ -12,13 +12,13 @@ from conformance.families.models import build as build_family
 from meshwright.choose.picked_plan import _refusals
 from meshwright.plan.parts import METHODS
 from meshwright.planner.answers import explain
+from meshwright.planner.answers.explain import method_reasons
 from meshwright.planner.context_cost import exchanges
 from meshwright.planner.job.candidate import Candidate, Job
 from meshwright.planner.job.layer_shape import traits_of
 from meshwright.planner.job.shapes import ModelShape
 from meshwright.planner.machine.hardware import Cluster, Coefficients, device
 from meshwright.planner.memory.peak import held_activations
-from meshwright.planner.search.method_choice import method_reasons
 from meshwright.planner.search.search import Search, search
 from meshwright.planner.search.space import Space
 from meshwright.planner.time.step import StepModel, boundary_bytes

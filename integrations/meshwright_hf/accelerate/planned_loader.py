@@ -1,7 +1,4 @@
-"""A loader on the plan's mesh, with the attributes that accelerate reads from an active loader.
-
-The learning-rate scheduler of a model under a plan.
-"""
+"""The loader and the learning-rate scheduler of a plan, with the attributes that accelerate reads from its own."""
 
 from __future__ import annotations
 

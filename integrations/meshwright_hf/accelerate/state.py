@@ -1,7 +1,4 @@
-"""``save_state`` and ``load_state`` under a plan, in one-device files that any plan reads.
-
-The folders of ``save_state``: where they are, which are whole, and which may be removed.
-"""
+"""``save_state`` and ``load_state`` under a plan: their folders, and one-device files that any plan reads."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""``initialize`` shards a model over tp by a plan, and then calls ``deepspeed.initialize``.
-
-Describes the model's tensor parallelism to DeepSpeed, by an ``mpu`` object and a mark on parameters.
+"""``initialize`` shards a model over tp by a plan, describes this to DeepSpeed by an ``mpu``, and calls
+``deepspeed.initialize``.
 """
 
 from __future__ import annotations

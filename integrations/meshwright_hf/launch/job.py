@@ -1,7 +1,4 @@
-"""Defines and checks a launch: the script, the processes, the machines and the plan.
-
-Finds addresses, ports and network interfaces of this machine.
-"""
+"""Defines and checks a launch: the script, the processes, the plan, and the addresses and ports of its machines."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""Runs accelerate's launcher for one job under a plan, and tells the user what came of it.
+"""Runs accelerate's launcher for one job under a plan, or writes the file for plain ``accelerate launch``, and tells
+what came of it.
 
 The plan decides the number of processes, which find it in their environment. If the script does not use the plan, it
 trains by plain data parallelism or without any, and the launcher warns. If the run dies, the launcher names the newest
 whole checkpoint of the run and the command that goes on from it.
-
-Writes a configuration file for plain ``accelerate launch`` with the processes and machines of a plan.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""The Trainer's Accelerator under a plan: the plan distributes the model, the optimizer and the loaders.
-
-Detects whether a Trainer's loss is divided by ``num_items_in_batch`` and must be multiplied by dp.
+"""The Trainer's Accelerator under a plan, and the factor by which the Trainer's loss becomes that of the global batch.
 
 ``num_items_in_batch`` is the Trainer's count of the items of all ranks. A model with a known loss uses the count and
 returns the loss of the global batch. A user's function divides its rank's sum by the count, and the quotient must be

@@ -1,7 +1,4 @@
-"""What the Trainer does after a step, on all ranks alike, though callbacks and signals may reach one rank alone.
-
-The figures of a run in the Trainer's logs, and so in every tracker that it reports to.
-"""
+"""What the Trainer does after a step, on all ranks alike, and the figures that it logs."""
 
 from __future__ import annotations
 

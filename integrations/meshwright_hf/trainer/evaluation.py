@@ -1,7 +1,4 @@
-"""Computes the Trainer's evaluation loss as the mean over the global batch, on every rank.
-
-Computes the Trainer's label smoothing in the model's own loss, so that whole logits are never in memory.
-"""
+"""The Trainer's evaluation loss and label smoothing, computed in the model's loss over the global batch."""
 
 from __future__ import annotations
 

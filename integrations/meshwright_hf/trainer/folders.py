@@ -1,7 +1,4 @@
-"""The Trainer's checkpoint folders: which are whole, which one to resume from, and which may be removed.
-
-Reads and writes the parts of a Trainer checkpoint: weights, random states, and the position in data and dropout.
-"""
+"""The Trainer's checkpoint folders, and the parts of a checkpoint that are read and written there."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Checks and corrections for TRL's trainers, which assume that no ranks share rows or hold parts of weights.
-
-Support for TRL's fused head, which reads the head's whole weight and computes the routers' loss by itself.
+"""Checks and corrections for TRL's trainers and their fused head, which assume that no ranks share rows or hold parts
+of weights.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Probes of the computations of one process in a training step, at the sizes of decoders.
+"""Probes of one process's computations in a training step, timed in turn on all processes at once.
 
 Their decoder layer is like those of transformers, but does not depend on transformers.
-
-Time many small pieces of work in turn, on all processes at once, until the time is used up.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Measures this machine: starts the processes, divides the time between the probes, and makes the profile.
+"""Measures this machine within a given time, and makes the profile and the table of its results.
 
 The probes of the collectives that the runtime uses are here too: by size and group, inside a node and across nodes.
-
-The table of a calibration's results, for the terminal.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""The seal of a checkpoint of other programs' files: ``meshwright_seal.json``, which lists every file in the folder.
-
-Checkpoints of other programs' files: a folder that exists whole or not at all, with a seal that lists its files.
+"""Checkpoints of other programs' files: a folder that exists whole or not at all, with a seal,
+``meshwright_seal.json``, that lists its files.
 
 The seal has the size and the digests of every file in the folder. It is written last.
 """

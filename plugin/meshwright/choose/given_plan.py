@@ -1,7 +1,4 @@
-"""Finds the plan that a user gave in the config, to the launcher, or in the model's own config.
-
-Reads and writes a plan: a YAML file that people can edit, or a line of JSON that launchers pass to programs.
-"""
+"""The plan that a user gave, in the config, to the launcher or with the model, and its forms as YAML and JSON."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Describe the sizes of a model to the planner: by its transformers config, or by its modules.
-
-Determines how many logits a model has in memory at once in training, for the planner's estimate of memory.
-
-What the planner counts of a program's own optimizer: its state and its work, as trial steps of copies show.
+"""Describes the job of a call to the planner: the model's sizes, the logits that are in memory at once, and the
+optimizer's state and work.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Picks the plan for ``to_distributed``: that which ``meshwright plan`` would show first, if the model can run it.
+"""Picks the plan for ``to_distributed`` on this run's hardware profile: the plan that ``meshwright plan`` would show
+first, if the model can run it.
 
 Pipeline stages may be picked only for some models. What shows without a forward pass is decided before the search. If
 the first choice has stages, the model's forward runs once on tensors without values. If its layers cannot be cut, a
 search without stages follows.
-
-The hardware profile of a training run, which must have been measured with the run's processes.
 """
 
 from __future__ import annotations

@@ -1,12 +1,4 @@
-"""What the commands print: lines of printable text, whatever a file or an argument holds.
-
-The extra ``pages``, which ``meshwright plan --html`` and ``meshwright report`` need.
-
-How commands fail: with one line on standard error and, with ``--json``, an object on standard output.
-
-Options that several commands have, and how a command takes a group of them as one object.
-
-Commands that list their options in groups, and that know how other launchers and planners name these options.
+"""What all commands share: what they print, how they fail, and the options and help that they have in common.
 
 The error about an unknown option says what to write in its place.
 """

@@ -24,7 +24,7 @@ from meshwright.checkpoint.one_device.weight_files import WeightFiles, WeightSou
 from meshwright.construct.deferred_init import Recipe, forget_recipe, recipe_of, record
 from meshwright.construct.init_recording import Tape
 from meshwright.errors import PlanError, UninitialisedParameterError
-from meshwright.faults.statement import memory_digest
+from meshwright.faults.memory_digest import memory_digest
 from meshwright.faults.together import take_from_first, texts_of_all
 from meshwright.layout.packed_weights import Attribute, matrix_shape, own_statistics, packed_modules, statistics_of
 from meshwright.layout.row_layout import numel

@@ -1,11 +1,10 @@
-"""Attention of some queries over the whole sequence, by the model's own function, a block of queries at a time.
+"""Attention of a rank's queries by the model's own function, a block at a time, over the whole sequence or over an
+encoder's keys.
 
 Only this rank's queries, keys and values are kept for backward, which runs the blocks again. So neither a mask nor the
 keys of the other ranks stay in memory.
 
 FlexAttention takes masks of its own, and skips blocks of queries and keys between which no pair is seen.
-
-Attention over keys that every rank has whole, such as those of an encoder's result.
 
 Each query needs all keys and no other query, so a rank computes the attention of its own queries by the model's own
 function, and sends nothing. The keys get a part of their gradient on each rank, and so do the weights behind them. The

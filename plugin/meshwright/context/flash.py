@@ -1,16 +1,13 @@
-"""Causal attention by torch's flash kernels, over keys that other ranks hold.
+"""Flash attention over keys that other ranks hold, by torch's kernels or by those of a package that transformers has
+loaded.
 
 Each block runs in one kernel, without a mask. The kernel also gives the logarithm of the sum of exponentials of each
 query's scores, by which the results of blocks are merged. In backward a block's kernel is given the result and the
 logarithm over all keys, so that it finds the gradients of the whole attention without running forward again.
 
-The kernels of a flash attention package, which transformers has loaded, for one block of attention at a time.
-
 They are found beside the function that transformers calls, so every package with flash_attn's functions will do:
 flash_attn 2 and 3, and kernels of the hub. A value is given to each argument by its name, since versions differ in
 their order.
-
-Attention by the flash attention package that a model names, over the ranks of cp.
 
 On ranks that have all tokens of some heads, the package's own function runs. Where queries meet the keys of other
 ranks, its kernels for blocks run, whose results are merged as those of torch's kernels are.

@@ -13,8 +13,6 @@ chunks 0 and 3, and the other one 1 and 2::
 The mixer's own code runs. While it does, the functions of its file in which tokens meet are those of
 ``linear_recurrences``, which exchange what goes from chunk to chunk.
 
-The functions of transformers in which the tokens of mixers meet, for chunks of a sequence that ranks of cp share.
-
 Each runs the function that it replaces on the rank's own chunks, which are rows of their own, and adds what reaches
 them from the chunks before. A recurrence is linear in its state: a chunk makes ``A S + B`` of a state S, and its
 results are those without a state plus a linear function of S. So the ranks compute all A and B at the same time.

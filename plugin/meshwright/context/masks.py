@@ -1,6 +1,6 @@
-"""The mask of one forward pass, as a function of places in the sequence. Blocks of it are materialised when needed.
+"""The mask of one forward pass as a function of places, and its cut into blocks that need no mask.
 
-Cut causal attention within documents into blocks that need no mask: squares on the diagonal, and full rectangles.
+Blocks of it are materialised when needed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""Record, without computing, which arguments of a decoder's layers hold a value for each token, and its attentions.
-
-Finds weights of layers that may mix tokens outside of attention, which a rank with some of the tokens cannot.
-
-Biases for pairs of tokens that an attention makes itself, from the numbers of its queries and keys.
+"""Records in passes without values which arguments of a decoder's layers hold tokens and what its attentions compute
+with, and refuses layers that may mix tokens elsewhere.
 
 A rank has some of the tokens, and such a bias is for places in the sequence. So it is made for the whole row on every
 rank, ``[..., S, S]``, and each block of attention takes its queries and keys of it (``AttentionCall``).
@@ -34,7 +31,7 @@ from meshwright.context.recorded_pass import (
 )
 from meshwright.errors import PlanError, UncoveredParameterError
 from meshwright.facts import Facts
-from meshwright.parallel.fake_passes.remembered import of_decoder
+from meshwright.parallel.fake_passes.observe import once
 from meshwright.parallel.method_chain import ChainStep, add_step, arguments
 from meshwright.parallel.tensor_parallel.structure import DecoderStructure
 from meshwright.roles import Decoder, Role, ShardingPlan
@@ -216,7 +213,7 @@ def record_context(decoder: Decoder, seen: Callable[[], ContextWatcher | None] |
             transformers' mask functions.
     """
     mixers = mixers_of(decoder.facts, decoder)
-    return of_decoder(decoder, "context", lambda: _record(decoder, mixers, seen and seen()), *mixers)
+    return once(decoder, "context", lambda: _record(decoder, mixers, seen and seen()), *mixers)
 
 
 def _record(decoder: Decoder, mixers: Mapping[str, nn.Module], first: ContextWatcher | None) -> ContextRecord:

@@ -1,6 +1,5 @@
-"""A pass without values through a decoder, which sees what its layers and attentions are given.
-
-The tensors and the mask among the arguments of a layer, wherever they are inside of tuples, lists and dicts.
+"""A pass without values that sees what a decoder's layers and attentions are given, wherever it is among their
+arguments.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The region of a forward pass in which each rank of cp has its own tokens: the layers of a decoder.
+"""The region of a forward pass in which each rank of cp has its own tokens, and the ``forward`` of a decoder that has
+one.
 
 It starts at the first layer, since models compute positions, rotary embeddings and masks for the whole row before it.
 It ends after the final norm: the head and the causal-LM loss take each token by itself. Under a pipeline every stage
@@ -13,8 +14,6 @@ this layer only passes its input on. For B rows of S tokens, on each rank of cp:
              q [B, S/cp]│      │output          └── joined to [B, S, ...] where a program reads all tokens
                         v      │
                  attention over the keys and values [B, S] of all ranks (context/attention.py)
-
-The ``forward`` of a decoder whose tokens are spread over the ranks of cp.
 """
 
 from __future__ import annotations

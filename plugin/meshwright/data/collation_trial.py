@@ -1,10 +1,9 @@
-"""Finds out whether the rows of a batch depend on each other, by collating it whole and by the rows of each rank.
+"""Finds out whether the rows of a batch depend on each other, by comparing a batch collated whole with the same rows
+collated in parts.
 
 A rank that collates its own rows alone has other values than one device where these depend on other rows: values that
 are normalised over the batch, a partner from the next row, random draws. All ranks read the same samples, so all find
 the same, without asking each other. Each rank cuts its own rows out of a batch that was collated whole.
-
-Compares a batch that was collated whole with the same rows collated in parts, such as those of each rank.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset
 from torch.utils.weak import WeakIdKeyDictionary
 
 from meshwright.data.nested import digest
-from meshwright.faults.statement import is_plain
+from meshwright.faults.memory_digest import is_plain
 
 ROWS_READ = 16
 

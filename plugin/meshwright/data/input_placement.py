@@ -1,7 +1,4 @@
-"""Places each input of a batch on its mesh, and decides how the input is sharded there.
-
-Checks of batches: what becomes DTensors is equal on all ranks, and a causal LM has labels.
-"""
+"""Places each input of a batch on its mesh, and checks what becomes a DTensor."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The user's loader on a mesh. Ranks along the sharded axis get different rows, and ranks along other axes the same.
+"""The user's loader on a mesh, and the parts of it that other libraries may build a loader from.
+
+Ranks along the sharded axis get different rows, and ranks along other axes the same.
 
 The user's batch is the global batch. A DistributedLoader reads through one of four readers and checks that peers have
 the same rows. It returns its rows on its device or, through a Placer, with each input on its mesh.
-
-The parts of a user's loader from which code outside of Meshwright may build another loader.
 
 Such a loader knows no plan: each rank reads all rows, in batches of the user's loader, from a place that is in no
 state. accelerate's function ``skip_first_batches`` builds one, as do wrappers of loaders.
@@ -29,8 +29,9 @@ from meshwright.data.nested import digest, is_batch, map_tensors, signature, ten
 from meshwright.data.one_length import OneLength, pads_by_rank
 from meshwright.data.peers import LoaderMesh, Peers, check_same_rows, first_ranks, timed
 from meshwright.data.readers.base import Position, Reader
-from meshwright.data.readers.choose import SplitReader, make_reader, split_reader
+from meshwright.data.readers.choose import make_reader, split_reader
 from meshwright.data.readers.map_style import MapReader
+from meshwright.data.readers.split import SplitReader
 from meshwright.data.readers.stream_shards import LANE_READER
 from meshwright.data.readers.whole_stream import WholeReader
 from meshwright.data.shuffling import GENERATOR, Draws, decoded, encoded

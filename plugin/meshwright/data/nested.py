@@ -1,7 +1,4 @@
-"""Functions on batches, which are nested dicts, lists and tuples of tensors and other values.
-
-What a loader's worker sends: bytes, since each tensor in its queue would use a file descriptor.
-"""
+"""Functions on batches, which are nested dicts, lists and tuples, and the bytes as which a worker sends them."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ import torch
 from torch import Tensor
 
 from meshwright.containers import rebuilt
-from meshwright.faults.statement import bytes_digest, is_plain
+from meshwright.faults.memory_digest import bytes_digest, is_plain
 from meshwright.mesh.packed_values import UnsupportedValue, pack, unpack
 from meshwright.parallel.batch.schema import leaves as leaves
 from meshwright.parallel.batch.schema import tensors_of as tensors_of

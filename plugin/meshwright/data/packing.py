@@ -1,9 +1,7 @@
-"""Packs documents of tokens into rows of equal length, without losing a token.
+"""Packs documents of tokens into rows of equal length without losing a token, and returns them as datasets.
 
 Documents are packed one window at a time. Earlier windows determine only where a window begins, so its rows depend only
 on the lengths of its documents. A state therefore holds a position among the documents, and no tokens.
-
-A dataset, a source of shards and an iterator that return packed rows as tensors, and attention masks for them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Draws the random numbers that torch's DataLoader and RandomSampler draw, and tracks each epoch's place in them.
+"""The orders of an epoch's samples, and the random numbers that torch's DataLoader and RandomSampler draw for them.
 
-Orders of an epoch's samples. An order returns any range of its samples without iterating up to that range.
+An order returns any range of its samples without iterating up to that range.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""Reads a dataset in shards of unknown length: every sample in one batch, and in the same order on any mesh.
+"""Reads a dataset in shards of unknown length, with every sample in one batch, in an order that is the same on any
+mesh.
 
 The shards are spread over a fixed number of lanes, and the stream takes a sample from each lane in turn. The order does
 not depend on which ranks and workers read the lanes. A rank cannot know where the lanes of other ranks end. So every
 few steps the ranks exchange how many samples they hold, and plan the next batches from these numbers. Samples move
 between ranks only if the lanes cannot be divided evenly over the ranks, or some have ended.
-
-Computes the order of a stream: the lane that each row of a batch comes from, and the rank that takes the row.
 
 The next sample comes from the lane from which the fewest samples were taken; of several such lanes, from the one with
 the lowest number. This is a round robin over the lanes that still have samples. Batches do not depend on which rank

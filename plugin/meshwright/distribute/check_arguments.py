@@ -1,7 +1,4 @@
-"""Checks the arguments of ``to_distributed``; an error for a wrong type or order says what to write instead.
-
-Checks a plan against the launched processes, and makes the process groups of its axes.
-"""
+"""Checks a call of ``to_distributed``: its arguments, its plan for the model, and the launched processes."""
 
 from __future__ import annotations
 
@@ -10,8 +7,9 @@ import dataclasses
 import inspect
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -282,18 +280,23 @@ def _check_memory(facts: Facts) -> None:
 
 def _overlapping(views: Sequence[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, str]]:
     """Yield the names of two parameters of one storage that have an element in common, unless both are frozen."""
-    extents = sorted(_extent(x) for _, x in views)
-    if all(stop <= start for (_, stop), (start, _) in pairwise(extents)):
-        return
-    # Of each byte, since the views may interleave.
-    owners = torch.full((max(stop for _, stop in extents),), -1, dtype=torch.int32)
-    for index, (name, x) in enumerate(views):
-        size = x.element_size()
-        own = owners.as_strided((*x.shape, size), (*(n * size for n in x.stride()), 1), x.storage_offset() * size)
-        for owner in own[own >= 0].unique().tolist():
-            if x.requires_grad or views[owner][1].requires_grad:
-                yield views[owner][0], name
-        own.fill_(index)
+    extents = [_extent(x) for _, x in views]
+    order = sorted(range(len(views)), key=extents.__getitem__)
+    for place, first in enumerate(order):
+        for second in order[place + 1 :]:
+            if extents[second][0] >= extents[first][1]:
+                break  # nor does a later one reach into the first
+            (one, x), (other, y) = views[min(first, second)], views[max(first, second)]
+            memory = np.empty(max(extents[first][1], extents[second][1]), np.uint8)  # never written, so it takes none
+            if (x.requires_grad or y.requires_grad) and np.shares_memory(_bytes(x, memory), _bytes(y, memory)):
+                yield one, other
+
+
+def _bytes(x: Tensor, memory: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return the bytes that a tensor has of a storage, as a view of a memory like it: views may interleave."""
+    size = x.element_size()
+    strides = (*(n * size for n in x.stride()), 1)
+    return np.lib.stride_tricks.as_strided(memory[x.storage_offset() * size :], (*x.shape, size), strides)
 
 
 def _extent(x: Tensor) -> tuple[int, int]:

@@ -1,8 +1,5 @@
-"""Raises for quantised weights whose parts would not have the values of one device, and says what to write instead.
-
-Tries out whether a layer computes each token by itself, so that a rank with some of them has the numbers of all.
-
-Finds float8 layers whose numbers would differ from one device under a plan, and says what to write instead.
+"""Refuses quantised and float8 weights whose parts would not have the values of one device, and says what to write
+instead.
 """
 
 from __future__ import annotations

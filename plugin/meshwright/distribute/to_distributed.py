@@ -1,6 +1,5 @@
-"""``to_distributed`` distributes a one-device program's model, optimizer and loader.
-
-Models that the program has compiled before it distributes them.
+"""``to_distributed`` distributes a one-device program's model, optimizer and loader, also a model that was compiled
+before.
 
 A compiled module only calls the plain one, so the program's object stays valid while the plain one is distributed in
 place. From then on it compiles what ``torch.compile`` compiles of any distributed model.

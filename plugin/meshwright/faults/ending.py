@@ -1,4 +1,4 @@
-"""The end of this process: tells the guard of it, and sets a deadline for it.
+"""The end of this process: how it is noticed and told to the guard, and how it is forced by a deadline.
 
 The guard is told how the process ends: by an exception, by ``sys.exit``, or normally.
 
@@ -6,15 +6,9 @@ At a deadline the kernel ends the process, also if it is stopped or C code holds
 such a process. So the thread that hears the hub's heartbeats moves the deadline again and again; the kernel acts if it
 does not. POSIX timers belong to one process: its children do not inherit them.
 
-Tells where the program's main thread is, for a thread beside it.
-
-Errors that a program catches before it goes on, although the other ranks cannot.
-
 After an error of the guard the ranks are at different places, so the next call into Meshwright ends the process. After
 an error of this rank's own forward pass the others may wait for it in this pass; only what follows shows whether all
 ranks have raised it.
-
-Ends this process from a thread beside the program, whatever the program does.
 """
 
 from __future__ import annotations

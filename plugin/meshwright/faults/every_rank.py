@@ -1,9 +1,8 @@
-"""Meetings of all ranks: calls that every rank must make, and points at which all meet only if one of them wishes it.
+"""Calls that every rank must make, points at which all meet only if one wishes it, and the hub's exchange of texts for
+them.
 
 Some ranks may make such a call alone, for example a save inside of ``if rank == 0``. The error then names the call, and
 says to make it on all ranks. At the points a rank wishes something that all must do together.
-
-Exchanges texts of all ranks through the hub, for a thread beside the training.
 
 Collectives of a thread would mix with those of the training, and no longer work after ``destroy_process_group``. The
 hub's connections were admitted by its token; torch's store, which anybody who reaches its port can write, is not used.

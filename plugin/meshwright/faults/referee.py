@@ -1,9 +1,7 @@
-"""The rules by which the hub knows which ranks are alive, which rank waits for which, and what failed first.
+"""The rules by which the hub knows which ranks are alive, which rank waits at which meeting, and what failed first.
 
 They use no sockets or clocks. One referee serves all ranks (see referee_server.py). Each call takes a rank's message
 and the time, and returns the messages to send to ranks.
-
-Tracks which ranks wait at which meeting, and finds ranks that wait for each other.
 
 Recording a rank's arrival costs the same however many ranks the group has, since all ranks' arrivals are recorded by
 one thread, beside the training of rank 0.

@@ -1,7 +1,4 @@
-"""Runs steps that can fail on one rank alone (a missing file, a full disk), so that all ranks raise or none does.
-
-Checks that all ranks of the world make the same call, before any of them waits for another.
-"""
+"""Makes all ranks succeed or fail alike: in steps that may fail on one rank, and in calls that all must make alike."""
 
 from __future__ import annotations
 

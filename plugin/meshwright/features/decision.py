@@ -1,7 +1,4 @@
-"""Everything that is decided about one model before the ranks meet: a function of its facts, a plan and the options.
-
-A decision and the objects that carry it out, which the parts of a plan read when they are installed.
-"""
+"""A decision about one model, which follows from its facts, a plan and the options, and its build."""
 
 from __future__ import annotations
 

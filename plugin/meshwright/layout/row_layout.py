@@ -1,9 +1,7 @@
-"""Describe which rows of a full tensor each rank of an axis holds.
+"""Which rows of a full tensor each rank of an axis holds, and the arithmetic of the parts that follow.
 
 The same description is used for slicing, for gathering back, for counting each element once in a norm and for
 summing the gradients of rows that several ranks hold. "Row" means an index of the sharded dim.
-
-Arithmetic of the parts in which a tensor is held, saved and read, without processes.
 
 A part maps positions in some flat storage (a rank's shard, a slice of it under ZeRO, a piece of a file) to positions in
 the flattened one-device tensor. Both sides are strided, so that a shard along any dim is one block per span of rows,

@@ -1,10 +1,8 @@
-"""Packs values into bytes without pickle, so that a rank or a worker can send them and reading them runs no code.
+"""Packs values into bytes without pickle, with the classes that they may have, so that reading them runs no code.
 
 The bytes hold the memory of the tensors, arrays and long lists of numbers, then a JSON text that describes the value,
 and the length of this text. Dataclasses, named tuples and mappings keep their class, which the reader looks up among
 the classes that its own program has loaded. It calls nothing of the class, not even ``__init__``.
-
-The classes of which packed values may have instances: dataclasses, named tuples and mappings.
 
 An instance is taken apart and put together without calling anything of its class, so what another process has sent runs
 no code, whichever class it names.

@@ -1,7 +1,4 @@
-"""The launched processes and their process group.
-
-The address on which rank 0 listens: only the one by which the other ranks reach it.
-"""
+"""The launched processes, their process group, and the one address on which rank 0 listens."""
 
 from __future__ import annotations
 
@@ -23,7 +20,8 @@ import torch
 import torch.distributed as dist
 
 from meshwright.errors import PeerFailedError, PlanError
-from meshwright.mesh.host import check_one_rank_per_gpu, local_rank, open_host_wire, shares_gpus
+from meshwright.mesh.host import check_one_rank_per_gpu, local_rank
+from meshwright.mesh.host_wire import open_host_wire, shares_gpus
 from meshwright.mesh.siblings import end_ranks
 from meshwright.printable import tell
 

@@ -1,7 +1,4 @@
-"""The card that a run shows at its start, and the comparison of its estimate with what was measured.
-
-The planner's estimate for the plan that runs.
-"""
+"""The card that a run shows at its start, with the planner's estimate, and the comparison with what was measured."""
 
 from __future__ import annotations
 

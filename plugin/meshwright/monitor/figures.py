@@ -1,9 +1,4 @@
-"""The figures of one interval of training: of each rank, and of all ranks together.
-
-How unevenly tokens are spread over the experts of each layer, and over the ranks that share them.
-
-The line of an interval: its text, and how it gets to standard error beside the bars of other libraries.
-"""
+"""The figures of one interval of training, of ranks and of experts, and the line that shows them."""
 
 from __future__ import annotations
 

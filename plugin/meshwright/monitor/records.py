@@ -1,6 +1,5 @@
-"""The log of a run: one JSON object per line, which rank 0 appends. docs/monitoring.md describes the records.
-
-Where a run comes from: its command, its code's revision, its versions and its settings, for the log.
+"""The log of a run, one JSON object per line, which begins with where the run comes from. docs/monitoring.md describes
+the records.
 """
 
 from __future__ import annotations

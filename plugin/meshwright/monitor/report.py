@@ -1,8 +1,6 @@
-"""The page of ``meshwright report``: the logs of runs with plots that a reader can zoom, smooth and compare.
+"""The page of ``meshwright report``, and its server for runs that go on.
 
 Still pictures of a run do not need the page's script: they are for paper, and for readers who turn scripts off.
-
-Serves the report of runs that go on to browsers on this machine.
 """
 
 from __future__ import annotations

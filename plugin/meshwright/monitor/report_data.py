@@ -1,7 +1,4 @@
-"""The figures of runs as the report's script draws them: a column of values for each figure, and what to mark.
-
-The tiles and the tables of the report, which show several runs beside each other.
-"""
+"""The data of the report: columns for its plots, and its tiles and tables."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Rank 0's thread that puts lines together and passes them on, so that training does not wait for other ranks.
-
-Numbers on the device that the host reads later, without waiting for the device.
+"""Rank 0's thread that puts lines together from numbers that the device sends later, so that training waits for
+nothing.
 """
 
 from __future__ import annotations

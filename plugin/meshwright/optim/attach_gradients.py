@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from meshwright.errors import PlanError
 from meshwright.faults.guard import start_guard
-from meshwright.faults.statement import value_digest
+from meshwright.faults.memory_digest import value_digest
 from meshwright.faults.together import Claim, agreed
 from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.mesh.axes import Axis, Mesh

@@ -1,6 +1,4 @@
-"""Decides which of an optimizer's parameters ranks step in parts, and which whole, or refuses the optimizer.
-
-What an optimizer reads to update an element: that element alone, or more of its parameter.
+"""What an optimizer reads to update an element, and so whether ranks may step parts of a parameter.
 
 This decides on what a rank may step. Only optimizers that are known to read the element alone step parts of parameters.
 """

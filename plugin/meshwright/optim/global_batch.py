@@ -1,7 +1,4 @@
-"""The rows of all data-parallel ranks, for what a program computes from the whole batch.
-
-The mean over the global batch of a loss that the program computes from the model's outputs.
-"""
+"""What a program computes from the whole batch: the rows of all data-parallel ranks, and a loss's mean over them."""
 
 from __future__ import annotations
 

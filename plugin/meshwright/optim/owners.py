@@ -1,6 +1,5 @@
-"""Which ranks step which parameters whole, and whether those that several ranks step come out equal.
-
-Defines which elements of each parameter this rank's optimizer steps, and so which state the rank holds.
+"""Which elements of each parameter a rank's optimizer steps, which parameters it steps whole, and whether those that
+several ranks step come out equal.
 
 This is the only definition, under every plan: saving gathers the state by it, and loading slices the state by it.
 
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwright.errors import CheckpointError, OptimizerMismatchError
-from meshwright.faults.statement import memory_digest
+from meshwright.faults.memory_digest import memory_digest
 from meshwright.layout.row_layout import numel
 from meshwright.layout.tensor_layout import TensorLayout, layout_if_any, layout_of
 from meshwright.mesh.axes import Axis, Mesh

@@ -1,9 +1,8 @@
-"""``state_dict`` and ``load_state_dict`` of sharded models and optimizers.
+"""The state of sharded models and optimizers: ``state_dict``, ``load_state_dict``, and the sharding of a state that
+exists.
 
 ``state_dict()`` raises. It cannot gather, since usually only one rank calls it. A model's ``load_state_dict()`` takes
 whole tensors on every rank, and each rank keeps its rows.
-
-Shards the state of a user's optimizer whose parameters have become shards.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
-"""Watches the steps of all optimizers of this process, and checks those that step parameters of a distributed model.
+"""The steps of all optimizers of this process: their checks, and the order of the hooks around them.
 
 Every optimizer that has such parameters is checked, not only the model's own one.
 
 The hooks of torch are never removed. torch iterates over its hooks while a step runs, in which a model may be freed
 whose watcher would remove its hooks.
-
-The order of the program's hooks of an optimizer's step and of the hooks that the call adds, and their end.
 """
 
 from __future__ import annotations

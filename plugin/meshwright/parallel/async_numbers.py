@@ -1,6 +1,5 @@
-"""Gather numbers from every rank of an axis without making the host wait for the device.
-
-Checks of a tensor's values that do not make the host wait for a device.
+"""Numbers on the device that the host reads later or checks without waiting: gathered over ranks, or conditions on a
+tensor.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Helpers for autograd graphs: tensors in an output, parameters that no output depends on, scaled gradients.
-
-Find and replace the loss in a model's output of any type.
-"""
+"""What an output's autograd graph shows: its tensors, its loss, and parameters that no output depends on."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Tells the program's own hooks on a model from those of the libraries that it uses.
-
-Recognises modules that another library has distributed by a class of its own.
-"""
+"""What the program and other libraries have put on a model: their hooks, and classes that distribute it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""What a decoder's layers are given in a forward pass, with random values in place of the pass's own.
-
-Runs a part of a decoder whole and cut, on a few random tokens: over tp, with gradients, or some of the tokens.
+"""The trial of what tp, sp and cp cut: a part of a decoder runs whole and cut, on random values in the forms that it is
+given.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Choose how to keep some of the tensors that a module's forward pass saves for backward.
+"""What a module keeps from forward for backward: its saved tensors, and the choices that a recomputed layer makes
+again.
 
 torch calls only the innermost saved-tensor hooks. The hooks here pass tensors that they do not keep to
 the outer hooks, so they can be nested in each other and in activation checkpointing. Selective checkpointing keeps the
 results of operations, which it knows by their order; see :func:`unselected`.
-
-Let a layer that backward runs again find what it found in its forward pass.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Record, without computing, what a decoder's forward does around its layers.
+"""Records in a pass without values what a decoder's forward does around its layers, and which inputs of layers cross
+the boundaries of stages.
 
 A pipeline stage runs the model's own forward, with the layers of other stages passing their input on. For that it must
 be known which modules with weights run before and after the layers, and in which form a layer returns its result.
-
-What layers are given beside their hidden states that is computed from weights, and what of it crosses a boundary.
 
 Such an input is an encoder's result, a table of positions, an input of each layer alone, or a second stream that a
 layer hands to the next. Only the stage that has the weights computes it. It crosses from stage to stage with the hidden
@@ -26,8 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from meshwright.errors import PlanError
 from meshwright.parallel.experts.routers import OPTION, RouterRecord, RouterWatcher, forward_with_router_loss
-from meshwright.parallel.fake_passes.observe import Watcher, hooked, observe
-from meshwright.parallel.fake_passes.remembered import of_decoder
+from meshwright.parallel.fake_passes.observe import Watcher, hooked, observe, once
 from meshwright.parallel.fake_passes.sources import OUTSIDE, Sources
 from meshwright.parallel.method_chain import arguments
 from meshwright.parallel.tensor_parallel.block_boundary import hidden_states
@@ -235,7 +233,7 @@ def record_order(decoder: Decoder, seen: Callable[[], OrderWatcher | None] | Non
                 f"{' and '.join(places)} are one module, and a pipeline runs each layer at one place. Use "
                 f"ParallelPlan(pp=1), or give each place a layer of its own: copy.deepcopy({places[0]})"
             )
-    return of_decoder(decoder, "order", lambda: _record((seen and seen()) or _seen_alone(decoder)))
+    return once(decoder, "order", lambda: _record((seen and seen()) or _seen_alone(decoder)))
 
 
 def _record(watcher: OrderWatcher) -> LayerOrder:

@@ -14,7 +14,7 @@ from meshwright.errors import PlanError
 from meshwright.faults.interpose import own_collectives
 from meshwright.layout.tensor_layout import layout_of
 from meshwright.mesh.axes import Axis
-from meshwright.mesh.host import waiting_for_the_gpu
+from meshwright.mesh.host_wire import waiting_for_the_gpu
 from meshwright.mesh.process_group import wire_device
 from meshwright.parallel.batch.items import BatchFormat
 from meshwright.parallel.batch.mixed_rows import FixedInputs

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.errors import PlanError
-from meshwright.faults.statement import has_values
+from meshwright.faults.memory_digest import has_values
 from meshwright.parallel.autograd_graph import tensors_in
 from meshwright.parallel.batch.items import kind_of
 from meshwright.parallel.batch.schema import Batch, BatchSchema

@@ -1,10 +1,11 @@
-"""Pipeline schedules as lists of operations. The planner simulates the same lists that the runtime executes.
+"""Pipeline schedules as lists of operations, and the tensors that they send. The planner simulates the same lists that
+the runtime executes.
 
 The model's layers are cut into ``p * v`` virtual stages: ``p`` ranks hold ``v`` of them each. A schedule says in which
 order each rank runs the forwards and backwards of ``m`` micro-batches on its stages. The orders are those of
 torch.distributed.pipelining. This module needs no torch.
 
-The tensors that the ranks of a pipeline send, derived from their operations. This module needs no torch.
+This module needs no torch.
 """
 
 from __future__ import annotations

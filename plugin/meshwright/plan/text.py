@@ -1,7 +1,4 @@
-"""Read and write a plan in the words that the planner prints: "dp2 tp2+sp zero1".
-
-The names that other frameworks use for a plan, its fields and the arguments of a call, for error messages.
-"""
+"""Reads and writes a plan in words, "dp2 tp2+sp zero1", and knows the names that other frameworks use."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Moves a DTensor, without autograd: by torch's ``redistribute`` if possible, else by a reduction and a transfer.
-
-Moves a tensor from one layout to another, point to point: each rank receives only the elements that it lacks.
+"""Moves a tensor between layouts without autograd: by torch's ``redistribute``, or point to point, where a rank gets
+only what it lacks.
 
 Every rank computes the same list of pieces from the two layouts alone, so nothing is negotiated.
 """

@@ -1,8 +1,9 @@
-"""How each kind of linear layer computes: its output, and the gradients of its input and of its weight apart.
+"""Linear layers of all kinds: their sizes inside of adapters, and how each computes its output and its two gradients
+apart.
 
 Overlap, zero-bubble schedules, regathering and the chunked head know a linear layer by its :class:`LinearKernel` alone.
 
-Linear projections and their sizes. A projection may be wrapped in adapters; these functions look inside.
+A projection may be wrapped in adapters; these functions look inside.
 """
 
 from __future__ import annotations
@@ -138,6 +139,8 @@ class _TransposedKernel(_PlainKernel):
 
 class _LinearNode(TensorFunction):
     """The autograd node of a kernel."""
+
+    instead = "Use linear layers without float8, and a schedule that does not split backward, schedule='1f1b'"
 
     @staticmethod
     def forward(

@@ -6,8 +6,6 @@ or spans are one small layer after the final norm, where each rank has all token
 An inferred plan leaves modules whole that tp is not known to cut. This is exact, if a module of a layer is given all
 tokens.
 
-Infers a sharding plan from a decoder's structure, for a family without a written plan.
-
 Each module's role follows from its kind, its name and its shape. A module whose role is unclear is left out of the
 plan, and the completeness check then lists it, since a wrong guess would give wrong gradients.
 """

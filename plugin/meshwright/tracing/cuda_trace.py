@@ -1,10 +1,8 @@
-"""Runs steps of a plan on fake CUDA tensors, without a GPU, and says where a real run would wait or hang.
+"""Runs steps of a plan on fake CUDA tensors, which need no GPU, and says where a real run would wait or hang.
 
 The step takes the branches for CUDA and issues its collectives, but nothing is computed or sent. It shows
 where the host would wait for the GPU. The order in which the ranks of each process group issue their collectives is
 compared, since NCCL hangs if it differs.
-
-Fake CUDA tensors, on machines without a GPU too: they have a device, but neither memory nor kernels.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
-"""Traces one training step of a plan in one process, with fake tensors and a fake process group of the full size.
+"""Traces a training step on one rank of a fake world of any size, with fake tensors, in one process.
 
 Nothing is computed or sent, but every operation and every collective of the real runtime runs, so memory and traffic
 are measured instead of estimated. A laptop can trace one rank of thousands.
 
 The collectives of a step and their bytes are counted for each mesh axis, where torch dispatches them.
-
-Installs a plan on one rank of a fake world, with fake tensors, so that its steps run without values.
 
 The world is a fake process group of any size in one process.
 """

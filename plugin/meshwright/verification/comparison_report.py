@@ -1,7 +1,4 @@
-"""The result of ``verify``: what was compared, and how far the two programs differ.
-
-The kinds of parameters, for a report with one row per kind.
-"""
+"""The result of ``verify``: what was compared, by kinds of parameters, and how far the two programs differ."""
 
 from __future__ import annotations
 

@@ -29,13 +29,8 @@ from meshwright.roles.adapters import without_wrappers
 from meshwright.roles.blocks import mixers_of
 from meshwright.verification.batch_cases import Case, given_cases, token_cases
 from meshwright.verification.comparison_report import Difference, kinds_of
-from meshwright.verification.modules import (
-    ModuleOutputs,
-    Output,
-    in_float64,
-    output_differences,
-    run_experts_in_float64,
-)
+from meshwright.verification.float64_modules import in_float64, run_experts_in_float64
+from meshwright.verification.module_outputs import ModuleOutputs, Output, output_differences
 
 Factory = Callable[[], nn.Module]
 LossFunction = Callable[[nn.Module, object], Tensor]  # takes the model and a batch

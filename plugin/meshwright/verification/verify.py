@@ -1,7 +1,4 @@
-"""``verify`` compares a model's training under a plan with its training on one device.
-
-Shrinks a plan for a cluster to a plan for one machine.
-"""
+"""``verify`` compares a model's training under a plan, shrunk to one machine, with its training on one device."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""The file operations of saving, each one step that a crash can separate from the next.
+"""The file operations of a save, each one step that a crash can separate from the next, and the error of a full disk,
+which names the folder and the bytes.
 
 All that a save changes on disk goes through these functions, so that the tests can fail or kill the process at each.
-
-Says of a full disk which folder, how much it needs and how much is free; the kernel's error has a number alone.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""The local disk as a :class:`Storage`: hidden folders that one rename makes visible.
-
-Folders that exist whole or not at all, whenever the job is killed.
+"""The local disk as a :class:`Storage`. A save writes a hidden folder and renames it, so a folder exists whole or not
+at all.
 
 A save writes into a hidden folder beside its target and renames it at the end. A folder that is replaced or removed is
 renamed to a hidden name first. So a folder with a plain name is whole, unless something else damaged it.

@@ -68,6 +68,8 @@ class _StoredObject:
             ahead.start, ahead.content = offset, self._fetch(offset, min(stop, offset + _AHEAD * _RANGE))
         found = ahead.content[offset - ahead.start :][: len(memory)]
         memory[: len(found)] = found
+        if offset + len(found) == ahead.start + len(ahead.content):
+            ahead.content = memoryview(b"")  # all of it was read
         return len(found)
 
     def _fetch(self, start: int, stop: int) -> memoryview:

@@ -1,7 +1,4 @@
-"""Where a checkpoint is: at a path of the local disk, or at a URL of another store.
-
-Compares what the ranks see at one path, since hosts without a shared disk may have different files there.
-"""
+"""Where a checkpoint is, at a path of the local disk or at a URL, and whether all ranks see the same files there."""
 
 from __future__ import annotations
 

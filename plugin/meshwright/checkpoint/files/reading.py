@@ -1,9 +1,7 @@
-"""Reads a checkpoint's files, and writes those JSON files that hold their own digest.
+"""Reads a checkpoint's files with their digests, and the numbers that order the checkpoints of one run.
 
 A file that is missing, too short or not an ordinary one raises an error that names it. A JSON file with a digest has
 one object, whose first member is the digest of all bytes after it.
-
-The order of the checkpoints in a folder, and which of them belong to one run.
 
 No clock decides what is newest. Each save takes a number: one more than the largest among its neighbours, and than that
 of the checkpoint that its run has loaded. A run is what one program saves of one model. A program that loads a

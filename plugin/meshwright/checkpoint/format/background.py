@@ -1,7 +1,4 @@
-"""Saves that are written in a thread while training goes on.
-
-One save of all ranks: each copies and writes its files, then the first makes the checkpoint visible.
-"""
+"""Saves of all ranks, written in a thread while training goes on; the first rank makes each checkpoint visible."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The checkpoints in a folder: which are whole, which is the newest, and which may be removed.
-
-The manifest of a checkpoint, ``checkpoint.json``: everything but the tensors, and a digest of every other file.
-"""
+"""The checkpoints in a folder, and the manifest ``checkpoint.json`` that each of them has."""
 
 from __future__ import annotations
 

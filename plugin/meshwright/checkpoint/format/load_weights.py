@@ -1,6 +1,5 @@
-"""Loads the weights alone, of safetensors files or of a checkpoint that ``save_checkpoint`` wrote, shard by shard.
-
-A checkpoint whose manifest and indexes are read and checked, so that its tensors can be read.
+"""Opens a checkpoint, whose manifest and indexes are checked, and loads its weights shard by shard; also those of
+safetensors files.
 """
 
 from __future__ import annotations

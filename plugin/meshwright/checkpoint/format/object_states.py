@@ -1,7 +1,4 @@
-"""Checks and loads the saved states of a scheduler, a scaler and a loader.
-
-This process's random states as JSON: Python's, NumPy's, torch's and, on CUDA, the device's.
-"""
+"""The saved states of what is neither model nor optimizer: schedulers, scalers, loaders and random generators."""
 
 from __future__ import annotations
 

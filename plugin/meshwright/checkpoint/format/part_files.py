@@ -1,9 +1,8 @@
-"""The two files that each rank writes in a checkpoint, and the reading of what another rank needs of them.
+"""The two files that each rank writes in a checkpoint, the copy that they are written from, and what another rank reads
+of them.
 
 ``part-00003.safetensors`` holds the elements that rank 3 writes, as a 1-d tensor for each tensor that it has a part of.
 ``part-00003.json``, its index, says which elements these are, and has a digest for each chunk of them.
-
-Copies what a rank writes, as of one moment, in a thread while training goes on.
 """
 
 from __future__ import annotations

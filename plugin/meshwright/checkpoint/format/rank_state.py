@@ -1,10 +1,8 @@
-"""What one rank has of a run at the time of a save, and what it writes once it knows what the others have.
+"""The run that is saved or loaded, and what one rank has and writes of it.
 
 Each element of a checkpoint is written once, and the writing is spread evenly over the ranks that hold it. The
 configuration files of a transformers model are saved too. They are found by duck typing: the core does not import
 transformers.
-
-The run that is saved or loaded: its model, this rank's place on its mesh, and how the ranks hold its tensors.
 """
 
 from __future__ import annotations

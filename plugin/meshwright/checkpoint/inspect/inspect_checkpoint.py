@@ -1,7 +1,4 @@
-"""Look into a checkpoint without its model, and find everything that is wrong; loading stops at the first problem.
-
-Look into checkpoints of the Trainer and of accelerate, with a seal of Meshwright or without one.
-"""
+"""Finds everything that is wrong in a checkpoint, without its model; also in those of the Trainer and of accelerate."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Loads the state that ``save_optimizer`` wrote into an optimizer, under any plan.
-
-Checks that a saved optimizer state is one that an optimizer can go on from.
-"""
+"""Checks a state that ``save_optimizer`` wrote, and loads it into an optimizer under any plan."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
-"""The form in which transformers publishes a model's tensors, where it differs from the model's own.
+"""The form in which transformers publishes a model's tensors where it differs from the model's own, and its conversion
+on each rank.
 
 Most models with experts are published with a matrix for each expert, which the model has as one tensor::
 
     published   mlp.experts.{0, 1, ...}.gate_proj.weight [I, H] ─┬─> mlp.experts.gate_up_proj [E, 2I, H]   in the model
                 mlp.experts.{0, 1, ...}.up_proj.weight   [I, H] ─┘
-
-Published checkpoints whose tensors transformers converts as it loads, read by rank.
 
 A converter that puts a row together from one published tensor each, as that of experts does, runs for each row that the
 rank holds, and reads no other. Any other converter runs on all that it takes.

@@ -1,10 +1,8 @@
-"""Writes the optimizer's state in one-device form, which load_optimizer.py reads under any plan.
+"""Gathers the optimizer's state under one-device names, and writes it for ``load_optimizer``.
 
 The folder has safetensors files with whole tensors, and the manifest ``optimizer.json`` with all else. Each save writes
 files with new names, and then replaces the manifest, which lists them, in one step. A crash at any time therefore
 leaves the last complete save.
-
-What one rank has of an optimizer at one moment, under one-device names, and what all ranks have together.
 """
 
 from __future__ import annotations

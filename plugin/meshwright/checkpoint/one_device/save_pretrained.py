@@ -1,6 +1,5 @@
-"""``model.save_pretrained`` of a distributed model: one-device files, streamed tensor by tensor.
-
-Writes the whole weights of a distributed model under the model's own names.
+"""``model.save_pretrained`` of a distributed model, which streams whole weights under the model's own names into
+one-device files.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Writes safetensors files that do not fit in memory, one gathered tensor at a time.
-
-Replaces a model's files in a folder that may hold others, so that the weights change in one step.
+"""Writes safetensors files one gathered tensor at a time, and replaces a model's files in one step.
 
 Readers take ``model.safetensors`` before an index, and an index names its files. So new weights become valid by one
 operation: renaming the single file or the index, or removing the single file beside a new index. Until then the files

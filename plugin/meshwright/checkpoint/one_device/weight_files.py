@@ -1,6 +1,4 @@
-"""A checkpoint of whole weights in safetensors files, checked against a model and read shard by shard.
-
-The statistics of packed weights in safetensors files, beside the weights, as bitsandbytes names them.
+"""A checkpoint of whole weights in safetensors files, with the statistics of packed weights as bitsandbytes names them.
 
 A weight of 4 bits, ``layer.weight``, has ``layer.weight.absmax``, ``layer.weight.quant_map``, the same of the absmax if
 it is quantised too, and its shape and kinds as text. One of 8 bits has ``layer.SCB``, a number for each row.

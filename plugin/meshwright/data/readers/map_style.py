@@ -1,7 +1,4 @@
-"""Reads this rank's rows of every global batch of a map-style dataset, from any sample on.
-
-Reads and collates the batches of a map-style dataset, in the main process or in a DataLoader's workers.
-"""
+"""Reads and collates this rank's rows of each global batch of a map-style dataset, from any sample on."""
 
 from __future__ import annotations
 

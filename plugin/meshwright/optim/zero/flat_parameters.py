@@ -1,6 +1,5 @@
-"""Parameters concatenated in one flat tensor, which is sharded evenly over the data-parallel ranks.
-
-Weights of float8 layers that are cast before they are gathered, so that one byte travels for each element.
+"""Parameters in one flat tensor, sharded evenly over the data-parallel ranks; those of float8 layers are cast before
+they are gathered.
 """
 
 from __future__ import annotations

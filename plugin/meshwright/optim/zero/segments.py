@@ -1,8 +1,6 @@
-"""Which rank steps which elements of the parameters.
+"""The segment of each bucket that a rank steps under ZeRO stages 1 and 2, on the device or on the host.
 
-A bucket's segment on the host, where ``offload="optimizer"`` steps it, and the copies to the host and back.
-
-The weights under ZeRO stages 1 and 2. Every rank holds all weights in flat tensors, and steps a part of each.
+Every rank holds all weights in flat tensors, and steps a part of each.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""Keep packed documents apart in mixers: modules in which tokens meet by a recurrence or a convolution, without a mask.
+"""Keeps packed documents apart: finds their borders, and makes each document a row of its own in mixers, which take no
+mask.
 
 transformers finds the documents of a packed row in ``position_ids`` and makes a mask for attention. A mixer takes no
 mask, and the computation in torch ignores the borders that the kernels for GPUs take. So each document becomes a row
 of its own while a mixer runs, padded on the right, where a causal module does not look. Documents of similar lengths
 run in one call, so that at most half of a row is padding.
-
-Keep packed documents apart: transformers finds their ends in ``position_ids``, but only without a cache.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshwright.errors import PlanError
 from meshwright.facts import Facts
-from meshwright.faults.statement import has_values
+from meshwright.faults.memory_digest import has_values
 from meshwright.parallel.autograd_graph import in_backward
 from meshwright.parallel.batch.schema import BORDERS, CACHES, TOKENS
 from meshwright.parallel.method_chain import BatchStep, ChainStep, StepOrder, add_step, arguments

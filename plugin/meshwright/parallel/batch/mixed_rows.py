@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from meshwright.errors import PlanError
 from meshwright.facts import Facts
-from meshwright.faults.statement import has_values, is_plain
+from meshwright.faults.memory_digest import has_values, is_plain
 from meshwright.parallel.batch.items import kind_of
 from meshwright.parallel.batch.mean_over_ranks import TARGETS
 from meshwright.parallel.batch.schema import PER_TOKEN, TOKENS, BatchSchema

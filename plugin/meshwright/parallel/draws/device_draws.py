@@ -309,12 +309,14 @@ class DeviceDraws:
 
         def end() -> None:
             with _process.lock:
-                if restore is None:
+                _, running = _process.innermost(sys._getframe(1)) or (None, None)
+                is_interrupted = running is not current
+                if restore is None and not is_interrupted:
                     _process.see(device)
                 _process.passes.pop(frame, None)
             if restore is not None:
                 restore()
-            elif current.drew or not current.is_seen:
+            elif not is_interrupted and (current.drew or not current.is_seen):
                 self._end(current)
 
         return end
@@ -353,6 +355,8 @@ class DeviceDraws:
             current.given[generator] = generator.get_state()
         lines = lines_to(sys._getframe(1), current.frame)
         part = self._part(current, lines, x)
+        if part is not None and not part.is_whole and "out" in kwargs:
+            part = None  # a part of a permutation of all rows is none of a rank's rows
         if part is None:
             self._tell_of_unplaced(lines, x)
 
@@ -422,9 +426,9 @@ class DeviceDraws:
             self._tell_once(
                 "unseen",
                 "the forward of %s draws random numbers inside of a kernel, such as an attention with dropout on CUDA "
-                "or an LSTM with dropout, where a rank cannot draw for all rows. So the ranks draw others than one "
-                "device from the next pass on. For attention use attn_implementation='eager'; or pass %s, which says "
-                "nothing",
+                "or an LSTM with dropout, where a rank cannot draw for all rows; or it sets torch's random state, as "
+                "torch.manual_seed and torch.random.fork_rng do. So the ranks draw others than one device from the "
+                "next pass on. For attention use attn_implementation='eager'; or pass %s, which says nothing",
                 type(current.module).__name__, _RANK,
             )  # fmt: skip
             self._is_known = False

@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType, MethodType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,6 @@ from meshwright.temporarily import without_replacements
 
 Line = tuple[CodeType, int]  # a function, and the place in it
 Lines = tuple[Line, ...]  # those that lead to a draw, from the innermost
-_Shapes = dict[Lines, list[tuple[int, ...]]]  # of the draws at some lines, in their order
 
 _KINDS = 64  # of batches whose draws are kept, such as those with sound of several lengths
 _LONGEST = 16  # of the functions that lead to a draw: its module, the block, the layer and the stack around it
@@ -44,6 +43,16 @@ _LONGEST = 16  # of the functions that lead to a draw: its module, the block, th
 _LEFT_OUT = f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[2]}/", threading.__file__
 _RUNTIME = __name__.partition(".")[0]
 _CHOICE = torch.ops.aten._fused_sdp_choice.default  # which draws nothing
+
+
+class _Drawn(NamedTuple):
+    """A draw of a module: its shape, and the numbers among its arguments, such as the bounds of ``torch.randint``."""
+
+    shape: tuple[int, ...]
+    numbers: tuple[float, ...]
+
+
+_Found = dict[Lines, list[_Drawn]]  # the draws at some lines, in their order
 
 
 @dataclass(frozen=True)
@@ -180,11 +189,11 @@ class DrawSites:
         names = [name for name, length in sizes.lengths.items() if length > 1]
         others += [_draws_of(twin, _shorter(schema, sizes.lengths[name]))[0] for name in names]
         _clear(twin)
-        for place, shapes in once.items():
+        for place, drawn in once.items():
             again = [other.get(place, ()) for other in others]
             forms: set[Form | None] = {None}
-            if all(len(other) == len(shapes) for other in again):
-                forms = {_form(own, rest, sizes, names) for own, *rest in zip(shapes, *again, strict=True)}
+            if all(len(other) == len(drawn) for other in again):
+                forms = {_form(own, rest, sizes, names) for own, *rest in zip(drawn, *again, strict=True)}
             if not are_rows_known:  # a draw of the same shape may be of these rows
                 forms = {form if form and any(dim.has_rows for dim in form) else None for form in forms}
             # Fewer lines are those of several draws, of which a pass that has ended early shows some.
@@ -256,22 +265,20 @@ def _is_seen(code: CodeType) -> bool:
     return not code.co_filename.startswith(_LEFT_OUT) and code.co_name != "__call__"
 
 
-def _form(
-    once: tuple[int, ...], others: Sequence[tuple[int, ...]], sizes: BatchSizes, names: Sequence[str]
-) -> Form | None:
-    """Return the form of a draw; None if its shapes do not show it.
+def _form(once: _Drawn, others: Sequence[_Drawn], sizes: BatchSizes, names: Sequence[str]) -> Form | None:
+    """Return the form of a draw; None if its shapes do not show it, or if it is drawn by the number of a rank's rows.
 
     Args:
-        once: its shape in a batch.
-        others: its shapes for the rows twice, and without one token of each of the inputs.
+        once: the draw in a batch.
+        others: the draw for the rows twice, and without one token of each of the inputs.
         sizes: the sizes of the batch.
         names: the names of these inputs.
     """
-    if any(len(shape) != len(once) for shape in others):
+    if once.numbers != others[0].numbers or any(len(other.shape) != len(once.shape) for other in others):
         return None
     found = []
-    for dim, size in enumerate(once):
-        twice, *shorter = (shape[dim] for shape in others)
+    for dim, size in enumerate(once.shape):
+        twice, *shorter = (other.shape[dim] for other in others)
         has_rows = twice != size
         # Of several entries for each row, the shape does not show whether those of a row follow each other.
         if has_rows and (size != sizes.rows or twice != 2 * size):
@@ -286,8 +293,8 @@ def _form(
     return tuple(found) if sum(dim.has_rows for dim in found) < 2 else None
 
 
-def _draws_of(twin: nn.Module, batch: Mapping[str, Any]) -> tuple[_Shapes, str | None]:
-    """Return the shapes of what a module draws, and why the pass has ended early, if it has."""
+def _draws_of(twin: nn.Module, batch: Mapping[str, Any]) -> tuple[_Found, str | None]:
+    """Return what a module draws, and why the pass has ended early, if it has."""
     watch = _DrawWatch()
     failures: list[str | None] = [None]
 
@@ -308,10 +315,10 @@ def _draws_of(twin: nn.Module, batch: Mapping[str, Any]) -> tuple[_Shapes, str |
 
 
 class _DrawWatch(TorchDispatchMode):
-    """Sees the shapes of all draws."""
+    """Sees all draws."""
 
     def __enter__(self) -> Self:
-        self.found: _Shapes = defaultdict(list)
+        self.found: _Found = defaultdict(list)
         super().__enter__()
         return self
 
@@ -329,7 +336,8 @@ class _DrawWatch(TorchDispatchMode):
         result = func(*args, **kwargs)
         if is_draw:
             drawn = result[0] if isinstance(result, tuple) else result
-            self.found[lines_to(sys._getframe(1))].append(tuple(drawn.shape))
+            numbers = tuple(x for x in (*args, *kwargs.values()) if type(x) in (int, float))
+            self.found[lines_to(sys._getframe(1))].append(_Drawn(tuple(drawn.shape), numbers))
         return result
 
 

@@ -1,11 +1,10 @@
-"""The load-balancing loss of a model with experts, from the routing of all tokens of the global batch.
+"""The load-balancing loss, and the counts of tokens for each expert, from the routing of all tokens of the global
+batch.
 
 For E experts, of which N tokens (one for each layer) chose expert e C_e times and gave it the probabilities S_e in sum,
 transformers' causal LMs add ``E * sum_e (C_e / N) * (S_e / N)`` to their loss. This is a product of means, so the mean
 of what each rank would compute from its own tokens is another number. Counts have no gradient, and the gradient with
 respect to a rank's own part of S_e is ``E * C_e / N**2``.
-
-Count how many tokens of the global batch were routed to each expert.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""Finds the routers from which a model's forward computes its load-balancing loss, in a pass without values.
-
-Let a layer that backward runs again route each token to the experts of the forward pass.
+"""The routers of a model: which ones its load-balancing loss is computed from, and how a recomputed layer makes their
+choices again.
 
 A router's scores may have other rounding when they are computed again, where a kernel is not deterministic, and in
 bfloat16 many scores are equal or nearly so. Another choice would give a wrong gradient, and ranks that share experts

@@ -1,9 +1,8 @@
-"""The ways of tokens to the ranks of their experts: to these alone, to all ranks, or by a program's own kernels.
+"""Sends each token to the ranks of its experts and brings back the sum: to these ranks alone, to all, or by a program's
+own kernels.
 
 The rows of tokens are copied and added up with the same sums in each run. ``x[index]`` of torch gives the same bits in
 each run, but takes five times as long on CPU as ``index_select``, whose backward adds in any order on CUDA.
-
-Send each token to the ranks that hold its experts, and bring back the sum of what its experts return.
 
 Of R tokens on a rank, each with k experts, for a width of H::
 

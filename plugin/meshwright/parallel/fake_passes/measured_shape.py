@@ -1,7 +1,4 @@
-"""Measure the layers and the towers of a model in a pass without values, for the planner's estimates.
-
-Tracks the bytes of the live tensors, and their peak, at every operation.
-"""
+"""Measures the layers and towers of a model by the live tensors of a pass without values, for the planner."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """One pass without values for all that ask something of it.
 
-A room that wants to know what a decoder's forward does gives a :class:`Watcher`, and decides from what it has seen.
+A module that asks what a decoder's forward does gives a :class:`Watcher`, and decides from what this has seen.
 :func:`observe` runs the forward once for several of them. It gives what each layer returns tensors of its own, so that
 all of them can tell the results of layers from what is computed from these.
 """
@@ -8,9 +8,9 @@ all of them can tell the results of layers from what is computed from these.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -19,6 +19,8 @@ from torch.utils.hooks import RemovableHandle
 from meshwright.parallel.fake_passes.fake_pass import run_without_values
 from meshwright.parallel.fake_passes.sources import Sources
 from meshwright.roles import Decoder
+
+T = TypeVar("T")
 
 
 class Watcher:
@@ -98,6 +100,26 @@ def observe(
             source=source,
             is_done=lambda: all(watcher.has_ended() for watcher in watchers),
         )
+
+
+def once(decoder: Decoder, what: str, find: Callable[[], T], *others: str) -> T:
+    """Return what passes without values show of a decoder; they run once in a call of ``to_distributed``.
+
+    It is not kept for another call, since a pass also depends on code that may be replaced between the two.
+
+    Args:
+        decoder: the decoder.
+        what: what is asked.
+        find: a function that runs the passes.
+        others: the names of other modules that decide the answer.
+    """
+    parts = (*decoder.layers, decoder.embedding, *decoder.towers, decoder.final_norm, decoder.head)
+    key: Hashable = (what, parts, others)
+    kept = decoder.facts.found
+    if key not in kept:
+        kept[key] = find()
+    found: T = kept[key]
+    return found
 
 
 @contextlib.contextmanager

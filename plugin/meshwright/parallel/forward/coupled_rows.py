@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from meshwright.compiling import active_backend
 from meshwright.errors import PlanError
-from meshwright.faults.statement import has_values
+from meshwright.faults.memory_digest import has_values
 from meshwright.parallel.autograd_graph import in_backward, loss_of
 from meshwright.parallel.batch.items import BatchFormat
 from meshwright.parallel.batch.schema import BatchSchema

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from meshwright.errors import PlanError
-from meshwright.faults.statement import has_values
+from meshwright.faults.memory_digest import has_values
 from meshwright.parallel.async_numbers import is_deferred
 from meshwright.parallel.autograd_graph import in_backward, tensors_in
 from meshwright.parallel.batch.schema import CACHES

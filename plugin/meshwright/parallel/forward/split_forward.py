@@ -1,14 +1,11 @@
-"""Run one batch as several micro-batches inside ``model(**batch)``, with the user's loop unchanged.
+"""Runs one batch as several micro-batches inside ``model(**batch)``: the passes, the joined output, and the refusal of
+hooks that belong to the whole call.
 
 All but the last micro-batch run forward and backward inside the call, and their gradients are summed
 separately. The call returns the loss of the whole batch. The backward of this loss runs the backward of
 the last micro-batch and adds the summed gradients, so reduction still overlaps with computation and
 happens once. Without ``backward()``, no gradients stay behind. Under ZeRO stages 2 and 3, each micro-batch's
 gradients are reduced as they arrive, and each rank keeps its shard of their sum.
-
-The output of a batch that ran as micro-batches: their joined outputs, or tensors that raise when read.
-
-Refuses hooks that a wrapper of a model adds for one call, where the modules inside get a part of the call's batch.
 
 Such a hook has what the wrapper made of the whole rows, as PEFT's aLoRA counts the tokens from where an adapter begins.
 """
@@ -127,7 +124,7 @@ def read_only(logits: Tensor) -> Tensor:
 class _Read(TensorFunction):
     """Allows reading joined outputs, and raises in backward, since most micro-batches' backward passes are over."""
 
-    has_graph = True  # it has none to lack
+    has_graph = True  # backward always raises an error of its own
 
     @staticmethod
     def forward(ctx: Node, x: Tensor) -> Tensor:

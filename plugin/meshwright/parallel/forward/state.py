@@ -1,11 +1,17 @@
-"""The state of one forward pass of a distributed model, set up before its layers run."""
+"""The state of one forward pass of a distributed model, set up before its layers run.
+
+A call that runs is known by its frame: one whose frame is no longer on the stack was interrupted.
+"""
 
 from __future__ import annotations
 
 import inspect
 import sys
+import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass
+from types import FrameType
 
 import torch
 from torch import Tensor, nn
@@ -26,10 +32,10 @@ from meshwright.parallel.batch.schema import BatchSchema
 from meshwright.parallel.batch.share import enter_pass, taken, without_fillers_targets, yield_next
 from meshwright.parallel.collectives import share
 from meshwright.parallel.draws.device_draws import DeviceDraws
+from meshwright.parallel.dropout_streams import Restore
 from meshwright.parallel.foreign_hooks import wrapper_of
 from meshwright.parallel.forward.compiled_layers import CompilableLayers
 from meshwright.parallel.forward.refused_arguments import check_arguments
-from meshwright.parallel.forward.running_calls import RunningCall, RunningCalls
 from meshwright.parallel.forward.uneven_batches import PaddedRows, UnevenBatches
 from meshwright.parallel.forward.user_hooks import HookedModules
 from meshwright.parallel.forward.writes import ForwardWrites
@@ -38,6 +44,82 @@ from meshwright.parallel.replicas.comparison import ReplicaComparison
 from meshwright.parallel.replicas.digests import ComparedInputs
 from meshwright.parallel.shards.added_parameters import AddedParameters
 from meshwright.parallel.shards.stand_in import ShardedLogits
+
+
+@dataclass(eq=False)
+class RunningCall:
+    """A call of a model, or of a module in it.
+
+    Args:
+        module: what was called.
+        frame: the frame that runs it.
+        is_pass: whether the call is a pass; otherwise it is a part of one.
+        end: what ends the call.
+        restore: what ends the pass's random draws.
+        keeps_sharded: whether the pass computes a training loss from sharded logits.
+        defers: whether the pass computes a training loss from the head's input.
+    """
+
+    module: nn.Module
+    frame: FrameType
+    is_pass: bool
+    end: Callable[[], object] | None = None
+    restore: Restore | None = None
+    keeps_sharded: bool = False
+    defers: bool = False
+
+
+class RunningCalls:
+    """The calls of one model that run now, on each thread."""
+
+    def __init__(self) -> None:
+        self._of_thread: dict[int, list[RunningCall]] = defaultdict(list)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> RunningCalls:
+        return RunningCalls()  # none of a copied model runs
+
+    def begin(self, module: nn.Module, frame: FrameType) -> RunningCall:
+        """Begin a call. It is a pass, unless it is a part of a pass of another module.
+
+        Args:
+            module: what is called.
+            frame: the frame that runs it.
+        """
+        running = self.innermost(frame)
+        call = RunningCall(module, frame, is_pass=running is None or running.module is module)
+        self._of_thread[threading.get_ident()].append(call)
+        return call
+
+    def leave(self, module: nn.Module) -> RunningCall | None:
+        """End the innermost call; None if it is not one of this module, whose own call has not begun."""
+        calls = self._of_thread.get(threading.get_ident())
+        if not calls or calls[-1].module is not module:
+            return None
+        call = calls.pop()
+        if not calls:
+            del self._of_thread[threading.get_ident()]
+        return call
+
+    def innermost(self, frame: FrameType | None) -> RunningCall | None:
+        """Return the innermost pass that runs on this thread, and end those that were interrupted.
+
+        Args:
+            frame: a frame inside of the pass.
+        """
+        calls = self._of_thread.get(threading.get_ident(), [])
+        while calls and not is_on_stack(calls[-1].frame, frame):
+            call = calls.pop()
+            for end in (call.restore, call.end):
+                if end is not None:
+                    end()
+        return next((call for call in reversed(calls) if call.is_pass), None)
+
+
+def is_on_stack(frame: FrameType, inner: FrameType | None) -> bool:
+    """Return whether a frame is one of those that lead to another one."""
+    while inner is not None and inner is not frame:
+        inner = inner.f_back
+    return inner is frame
 
 
 @dataclass(kw_only=True, eq=False)

@@ -1,6 +1,5 @@
-"""Warn once if a loss of unknown kind is averaged over data-parallel ranks with unequal numbers of rows or labels.
-
-Warn once if a program pads on the left, in its training loop, to the longest of one rank's rows.
+"""Warns once about batches that differ between data-parallel ranks: in the numbers of rows or labels of an unknown
+loss, or in the length that a program pads to.
 
 A loader gives the batches of its collate function one length over the ranks. It cannot do so for rows that the program
 pads itself, so the lengths are compared in the first training passes.

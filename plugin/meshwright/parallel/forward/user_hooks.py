@@ -1,6 +1,5 @@
-"""Finds the program's own hooks inside a distributed model, and warns where they see parts of the batch.
-
-Gives the program's hooks in layers that tp cuts whole values: what a rank has in part is gathered for them.
+"""The program's own hooks inside a distributed model: they get whole values where tp cuts, and a warning where they see
+parts of the batch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The causal-LM loss: on every rank the mean over all valid tokens of the global batch, as on one device.
+"""The losses of causal LMs over the global batch: by transformers' loss function, by CrossEntropyLoss in forward, or by
+a forward that a package has replaced.
 
 ``CausalLMLoss`` replaces transformers' ``ForCausalLMLoss`` as ``model.loss_function``. It shifts labels in the same way
 and takes the same arguments, including ``shift_labels``, ``ignore_index`` and ``num_items_in_batch``.
@@ -7,14 +8,8 @@ A model's forward may add terms to the result of its loss function, such as a pe
 function returns the loss of the global batch, and so does the load-balancing loss of a model with experts. How other
 terms depend on the batch is unknown.
 
-What every kind of loss over the global batch can do.
-
-The loss of models whose own forward calls torch's CrossEntropyLoss on the logits of all tokens.
-
 These are the decoders of BART and its relatives (``BartForCausalLM``, ``WhisperForCausalLM``, ...). They do not shift
 the labels, and do not call ``model.loss_function``. The stand-in for the logits passes this call on to ``TokenLoss``.
-
-Models whose forward was replaced, such as by a package with kernels that compute head and loss in one.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""The head and the causal-LM loss in one operation, which never holds the logits of all tokens.
+"""The head, the operations on its logits and the causal-LM loss in one operation, which never holds the logits of all
+tokens.
 
 It works on one chunk of tokens after the other: logits, loss, and then the gradients of the hidden states and of the
 head's weights, while the logits of the chunk are still there. So backward only scales gradients that forward has
 computed, and no matrix multiplication runs twice.
 
 Shape suffixes: N tokens, D width of the hidden states, W vocabulary entries of this rank.
-
-The operations that models apply to logits between the head and the loss: scaling, capping and casting.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
-"""Cross-entropy over logits that are sharded along the vocabulary.
+"""Cross-entropy over logits that are sharded along the vocabulary, in plain operations or in two kernels on a GPU.
 
 Each rank reduces over its own words of the vocabulary. One small all-gather (three numbers per token) combines the
 ranks' results. The logits are overwritten by their exponentials and then by their gradient, or on a GPU by their
 gradient at once, because with 32k words they are by far the largest tensor of a step. Nothing else may read them (see
 ShardedLogits).
-
-Shape suffixes: N tokens, W words of this rank.
-
-Two kernels for the softmax of the loss on GPUs, which read and write logits in their own dtype.
 
 ::
 

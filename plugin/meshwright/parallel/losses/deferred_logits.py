@@ -357,7 +357,7 @@ def _as_it_is(x: Tensor) -> Tensor:
 class _Unseen(TensorFunction):
     """Connects a stand-in to its graph, and raises if an operation has used it without computing the logits."""
 
-    has_graph = True  # it has none to lack
+    has_graph = True  # backward always raises an error of its own
 
     @staticmethod
     def forward(

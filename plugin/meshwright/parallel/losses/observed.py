@@ -20,12 +20,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from meshwright.errors import PlanError
-from meshwright.facts import Facts
 from meshwright.parallel.autograd_graph import loss_of
 from meshwright.parallel.batch.mean_over_ranks import valid_labels
 from meshwright.parallel.experts.routers import OPTION
 from meshwright.parallel.fake_passes.fake_pass import run_without_values
-from meshwright.parallel.fake_passes.remembered import remembered
 from meshwright.parallel.losses.causal_lm import Batch
 
 _ROWS, _LENGTH, _INSTEAD = 2, 8, "a plan without micro-batches"
@@ -64,7 +62,7 @@ def observe_loss(model: nn.Module) -> ObservedLoss | None:
     """
     if "labels" not in inspect.signature(model.forward).parameters:
         return None
-    return remembered(Facts(model), "loss", lambda: _observed(model))
+    return _observed(model)
 
 
 def _observed(model: nn.Module) -> ObservedLoss | None:

@@ -25,7 +25,8 @@ from torch.optim import Optimizer
 
 from meshwright.errors import DivergenceError
 from meshwright.faults.guard import Guard
-from meshwright.faults.statement import Statement, memory_digest
+from meshwright.faults.memory_digest import memory_digest
+from meshwright.faults.statement import Statement
 from meshwright.layout.tensor_layout import TensorLayout, layout_of
 from meshwright.mesh.axes import Axis, Mesh
 from meshwright.parallel.async_numbers import Gathered, is_deferred

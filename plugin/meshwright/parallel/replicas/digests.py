@@ -1,7 +1,4 @@
-"""What the ranks of an axis compare of their replicas: which rows, by which names, and how a difference is told.
-
-Compare, value by value, the inputs of the ranks that run one model together, at each forward pass.
-"""
+"""What the ranks of an axis compare: digests of their replicas, and the inputs of each forward pass value by value."""
 
 from __future__ import annotations
 
@@ -14,7 +11,8 @@ from torch import Tensor, nn
 
 from meshwright.errors import DivergenceError
 from meshwright.faults.collective_log import describe_tensors
-from meshwright.faults.statement import SHOWN, Statement, bytes_digest, is_plain, ordered_digest
+from meshwright.faults.memory_digest import bytes_digest, is_plain, ordered_digest
+from meshwright.faults.statement import SHOWN, Statement
 from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.async_numbers import Gathered, is_deferred

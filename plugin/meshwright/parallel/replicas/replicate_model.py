@@ -1,7 +1,4 @@
-"""Make the ranks of an axis hold the same model: compare what they built, then broadcast the first rank's tensors.
-
-What replicas hold equally besides their weights: buffers, tensors that modules keep, and the optimizer's state.
-"""
+"""Makes the ranks of an axis hold the same model: its weights, buffers, kept tensors and optimizer state."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.facts import Facts
-from meshwright.faults.statement import is_plain, memory_digest
+from meshwright.faults.memory_digest import is_plain, memory_digest
 from meshwright.faults.together import texts_of_all
 from meshwright.mesh.axes import Axis
 

@@ -1,9 +1,7 @@
-"""Stand-ins: tensors that must not be read as the whole, since this rank holds a part of it, or nothing.
+"""Stand-ins for tensors that must not be read as the whole, and the errors of code that does so.
 
 A read never communicates, since a single rank that reads a tensor would hang in a hidden collective. It raises an error
 that names the call which gives the whole.
-
-Errors for code that reads this rank's part of a tensor as the whole; they say what to call instead.
 """
 
 from __future__ import annotations

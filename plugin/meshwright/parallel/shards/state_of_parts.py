@@ -1,8 +1,6 @@
-"""The state of an optimizer of which each rank has a part: its steps find it, and the program gets an error.
+"""What a program may read of an optimizer that steps parts, or steps parameters whole on their owners; all else raises.
 
 The keys of such a state may be tensors that the program does not know, so a parameter would seem to have no state.
-
-Parameters in the step of an optimizer that steps them whole: the owned ones are whole, others cannot be read.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Hooks at the two borders of an attention or MLP block: gather or share its input, and reduce its result.
+"""Hooks at the two borders of a block: they gather or share its input, save this rank's rows of it, and reduce its
+result.
 
 One rank's pass through a block with sequence parallelism, for S tokens, a width of H and an inner width of F::
 
@@ -11,8 +12,6 @@ Without it every rank has the input [S, H], whose gradient is all-reduced in bac
 Stock attention code may get biases and masks for each head as arguments. The hooks give it this rank's part of them.
 
 In a block's first pass, the hooks also check for stock code that would silently give wrong results when sharded.
-
-Save only this rank's rows of a block's gathered input, and gather the input again in backward.
 
 All projections of a block save the block's input for their weight gradients. Under sequence parallelism
 this input is the whole sequence, and keeping it would cost most of the memory that sharding the activations

@@ -1,4 +1,5 @@
-"""The linear layers of torchao's float8 training, with the scales of the whole tensors.
+"""The linear layers of torchao's float8 training with the scales of the whole tensors, and their weights that are
+gathered in float8.
 
 Such a layer multiplies each operand of its three matrix multiplications by a scale, which follows from the largest
 element of the operand, or of each of its rows. Where ranks have parts of an operand, they take the maximum over the
@@ -9,8 +10,6 @@ ranks before the scale is computed. An operand has two of three dims, and each d
     tokens   dp and cp
     in       tp, in an output projection
     out      tp, in an input projection
-
-The weights of float8 layers that ask for all-gathers in float8: ``enable_fsdp_float8_all_gather=True``.
 
 torchao makes each such weight a tensor of its own class, which torch's FSDP2 casts before it gathers. Under a plan it
 is a plain parameter, and ZeRO stage 3 casts it (:mod:`meshwright.optim.zero.flat_parameters`).

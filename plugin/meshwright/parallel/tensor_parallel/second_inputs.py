@@ -1,12 +1,11 @@
-"""Inputs that layers get beside their hidden states and that need a gradient: an encoder's result, biases of positions.
+"""Inputs beside the hidden states that need a gradient or must be cut: an encoder's result, biases of positions,
+features of towers.
 
 Every rank of tp has the whole input, and its blocks compute with some heads or channels, so each has an addend of the
 gradient. The blocks share the input: backward sums the addends. A module that stays whole has the whole gradient
 already. Any other use in a layer would count once per rank or in part, and is refused in the layer's first pass.
 
 An input with a value for each token, which the layer itself combines with its hidden states, is cut as these are.
-
-Cuts features of a tower that a decoder adds between its layers, where each rank has some of the tokens or layers.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from meshwright.faults.statement import has_values
+from meshwright.faults.memory_digest import has_values
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.autograd_graph import tensors_in
 from meshwright.parallel.collectives import count_once, gather_rows, largest, share, unsplit_rows

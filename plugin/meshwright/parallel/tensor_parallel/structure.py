@@ -2,7 +2,7 @@
 
 Modules without a role and sizes that do not fit are found here, so a failing call leaves the model as it was. Faults
 that only a forward pass shows, such as a residual connection inside a block, raise PlanError in that pass (see
-block_boundary.py and tensor_parallel.py).
+block_boundary.py and apply.py).
 """
 
 from __future__ import annotations

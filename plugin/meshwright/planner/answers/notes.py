@@ -1,7 +1,4 @@
-"""Notes and warnings below a table of plans: what it leaves out, what must be called first, and what may be wrong.
-
-Say what would make a plan fit, after the planner itself has found that it would.
-"""
+"""What is written below a table of plans: notes, warnings, and what would make a plan fit."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from meshwright.errors import PlanError
 from meshwright.planner.answers.cost import Budget, bill_line, bill_of
-from meshwright.planner.answers.explain import error_band, heading, shares, table, warnings
+from meshwright.planner.answers.explain import error_band, heading, method_reasons, shares, table, warnings
 from meshwright.planner.answers.notes import expert_line, notes
 from meshwright.planner.context_cost import methods
 from meshwright.planner.formatting import gib, grid, seconds
@@ -14,7 +14,6 @@ from meshwright.planner.job.candidate import Candidate
 from meshwright.planner.job.shapes import ModelShape
 from meshwright.planner.machine.hardware import HardwareProfile
 from meshwright.planner.memory.peak import peak_memory, stage_memory
-from meshwright.planner.search.method_choice import method_reasons
 from meshwright.planner.search.search import HEADROOM, Choice, Search, choice_of, outcome
 from meshwright.planner.search.space import Space, expert_reason
 from meshwright.planner.time.step import StepModel

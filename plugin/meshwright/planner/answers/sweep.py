@@ -1,6 +1,5 @@
-"""Compare the best plans for several values of one setting, and find the smallest cluster for a number of days.
-
-Compare training all weights with training adapters, on a frozen base in 16 bits or quantised.
+"""Compares the best plans of several jobs: values of one setting, sizes of a cluster, and training of all weights or of
+adapters.
 """
 
 from __future__ import annotations

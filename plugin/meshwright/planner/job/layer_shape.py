@@ -1,8 +1,6 @@
-"""Describes one decoder layer by its sizes, with its experts if it has some.
+"""Describes one decoder layer by its sizes, its experts, and the differences of its family from Llama.
 
 Of experts the planner counts the parameters, the rows that reach a rank, and the bytes that travel.
-
-Differences between model families and Llama that configs do not state: in matrices and in what forward saves.
 """
 
 from __future__ import annotations

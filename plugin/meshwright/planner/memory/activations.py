@@ -1,11 +1,8 @@
-"""The bytes that forward saves for backward on one rank of this version's runtime, operation by operation.
+"""The bytes that forward saves for backward on one rank, and the temporary memory of head, loss, attention and
+embeddings.
 
 Each number is the size of a tensor that the code saves: transformers' layers, torch's fused attention, and the
 runtime's own loss and sequence parallelism. ``meshwright plan --trace`` measures the same bytes in a traced step.
-
-The memory of the head and the loss, by how many logits are in memory at once: see ``Job.logits``.
-
-The temporary memory of attention, in plain operations or in blocks of queries under cp, and of whole embeddings.
 """
 
 from __future__ import annotations

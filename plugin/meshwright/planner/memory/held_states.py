@@ -1,7 +1,4 @@
-"""The optimizer's state on one rank of this version's runtime: by slices, or of the parameters that it owns.
-
-A rank's parameters in the order of the model, and the buckets in which their gradients are reduced.
-"""
+"""A rank's parameters in the order of the model, the buckets of their gradients, and the optimizer's state of them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Fills a page's template.
-
-Draw SVG shapes that show a title on hover.
+"""Fills the templates of a page, and draws its SVG shapes.
 
 Each part of the time or memory (matmul, weights, ...) has one colour in all diagrams. Text widths are estimated.
 """

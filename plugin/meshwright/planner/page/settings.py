@@ -1,8 +1,6 @@
-"""The settings of the page's sliders: every listed plan at other batches, sequence lengths, GPUs and micro-batches.
+"""The plans at other settings of the page's sliders: batches, sequence lengths, GPUs and micro-batches.
 
 The page holds the planner's own answer for each setting, so that it shows what ``meshwright plan`` would print.
-
-Plans of other settings: one that fits at each length, or one that ties with the planner's at each setting.
 """
 
 from __future__ import annotations

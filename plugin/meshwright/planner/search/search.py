@@ -1,8 +1,5 @@
-"""Find the fastest plans that fit into memory, and the axis values with which no plan fits.
-
-Put the simplest plan first among those whose times are too close to rank.
-
-The walk of the search: best first, by lower bounds on the time of a step.
+"""Finds the fastest plans that fit into memory, best first by lower bounds, with the simplest of nearly equal ones in
+front.
 
 A slot is a layout of the ranks and a micro-batch size. Each slot gets a lower bound on the time of its pipeline, and
 the walk opens the slots in the order of their bounds. Each plan of an opened slot gets a bound that includes its

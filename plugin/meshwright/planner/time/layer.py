@@ -1,7 +1,4 @@
-"""Estimate the time of a layer, of the head and of their collectives, for one micro-batch.
-
-The parts of the estimated time of a training step.
-"""
+"""The parts of a step's estimated time, and the estimate for a layer, the head and their collectives."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Experts and their router, which take each token by itself, so that no block has to gather tokens for them.
-
-Low-rank adapters of experts: a rank that holds some of the experts holds the adapters' parts for these.
+"""Experts, their router and their adapters. They take each token by itself, so no block gathers tokens for them.
 
 PEFT adapts a weight of all E experts (``LoraConfig.target_parameters``) by two factors of a rank r: A has r rows for
 each expert, one expert after the other, and B has E columns for each of its r ranks.

@@ -1,5 +1,5 @@
 // The pipeline schedules and their simulation: the same operations and times as meshwright/plan/schedule.py and
-// meshwright/planner/simulate.py, to which a test compares them.
+// meshwright/planner/time/simulate.py, to which a test compares them.
 
 const repeat = (visits, count) => Array.from({ length: Math.max(0, count) }, () => visits).flat();
 const rankOfStage = (schedule, stage, p) =>
