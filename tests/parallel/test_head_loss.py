@@ -271,7 +271,7 @@ ERRORS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     ),
     "create_graph": (
         lambda model, out: torch.autograd.grad(out.loss, [*model.parameters()], create_graph=True),
-        "would lose its gradient",
+        "computes some gradients without a graph",
     ),
     "a step": (written(lambda model: torch.optim.SGD(model.parameters(), lr=0.1).step()), r"before optimizer.step\(\)"),
     "data": (written(lambda model: model.lm_head.weight.data.mul_(1.01)), r"before optimizer.step\(\)"),
