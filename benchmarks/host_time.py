@@ -58,7 +58,7 @@ def narrow_model(layers: int) -> Any:
 def distribute(model: nn.Module, plan: ParallelPlan) -> None:
     """Turn a model into the model of rank 0 under the plan, with real shards."""
     build = build_on_fake_rank(model, plan)
-    installation.make_weights(build, InitialWeights.find(model, None).make).attach(model)
+    installation.make_weights(build, InitialWeights.find(build.facts, None).make).attach(build.facts)
     installation.install(build, torch.optim.AdamW(model.parameters()), seed=0)
     installation.guard_weights(build)
 

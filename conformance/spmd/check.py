@@ -88,7 +88,7 @@ def check_plan(
             model = model_factory().train()
             optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
             build = build_on_fake_rank(model, plan, config=config)
-            make_weights(build, InitialWeights.find(model, None).make).attach(model)
+            make_weights(build, InitialWeights.find(build.facts, None).make).attach(build.facts)
             install(build, optimizer, seed=0)
             structure = build.tensor_structure
             decoder = without_wrappers(model)[1]

@@ -38,6 +38,7 @@ from meshwright.construct.initial_weights import InitialWeights, is_waiting
 from meshwright.distribute.quantised import method_of
 from meshwright.distribute.to_distributed import to_distributed
 from meshwright.errors import CheckpointError, PlanError
+from meshwright.facts import Facts
 from meshwright.optim.runtime import find_runtime
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright_hf.distributed_config import options_for
@@ -309,7 +310,8 @@ class _Registration:
         _keep_apart(model, apart)
         expected = set(model.state_dict())
         if options is None:
-            InitialWeights.find(model, files).defer(model)
+            facts = Facts(model)
+            InitialWeights.find(facts, files).defer(facts)
         else:
             to_distributed(model, config=dataclasses.replace(options, weights=files))
         info = LoadStateDictInfo(

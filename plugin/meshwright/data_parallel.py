@@ -142,7 +142,12 @@ class DataParallel(nn.Module):
             if guard is not None:
                 tensors = ModuleTensors(model, written_apart=True)
                 runtime.comparison = ReplicaComparison(
-                    model, mesh=runtime.mesh, guard=guard, every=CHECK_EVERY, has_weights=True, tensors=tensors
+                    model.named_parameters(),
+                    mesh=runtime.mesh,
+                    guard=guard,
+                    every=CHECK_EVERY,
+                    has_weights=True,
+                    tensors=tensors,
                 )
             buckets = make_buckets(
                 self._trainable,

@@ -14,7 +14,7 @@ import functools
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 T = TypeVar("T")
 
@@ -81,6 +81,19 @@ class Facts:
             for own, parameter in module._parameters.items()
             if parameter is not None
         }
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters that the modules have now, each once, with its first name."""
+        seen: set[int] = set()
+        for name, parameter in self.parameters.items():
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield name, parameter
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield the parameters and buffers that the modules have now, each once."""
+        buffers = (x for module in self.names for x in module._buffers.values() if x is not None)
+        yield from {id(x): x for x in (*self.parameters.values(), *buffers)}.values()
 
     def parameters_inside(self, *modules: nn.Module) -> dict[nn.Parameter, None]:
         """Return the parameters in modules of the model, each once, in their order."""

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import meshwright as mw
 from meshwright.context.record import record_context
 from meshwright.distribute.decide import structure_of
+from meshwright.facts import Facts
 from meshwright.mesh.axes import Axis
 from meshwright.optim.zero.units import read_weights, units_of
 from meshwright.parallel.shards.added_parameters import KeptModules
@@ -241,7 +242,7 @@ def test_an_attention_with_heads_of_an_unknown_name_is_not_cut() -> None:
 def test_a_module_that_forward_replaces_is_named() -> None:
     """BigBird chooses an attention by the number of tokens, which ended in an error of torch about shapes."""
     layer = nn.Sequential(nn.Linear(2, 2))
-    KeptModules(layer)
+    KeptModules(Facts(layer), layer)
     layer[0] = nn.Linear(2, 2)
     with pytest.raises(mw.PlanError, match=r"0 of Sequential, a Linear, was replaced .*attention_type"):
         layer(torch.zeros(1, 2))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from meshwright.facts import Facts
 from meshwright.parallel.batch.longest_position import depends_on_longest
 from support.exact import Float64
 from support.models import build, tokens
@@ -73,12 +74,17 @@ def test_packed_rows_have_the_frequencies_of_one_device(plan: dict[str, Any], ro
     assert worst(found[1], weights) < 1e-10
 
 
+def positions(model: nn.Module) -> list[nn.Module]:
+    facts = Facts(model)
+    return [module for module in facts.names if depends_on_longest(facts, module)]
+
+
 def test_modules_are_found_by_what_they_compute() -> None:
-    found = {rope: [m for m in model_with(rope).modules() if depends_on_longest(m)] for rope in ROPES}
+    found = {rope: positions(model_with(rope)) for rope in ROPES}
     assert {rope: len(modules) for rope, modules in found.items()} == {
         "default": 0, "linear": 0, "dynamic": 1, "longrope": 1,
     }  # fmt: skip
-    assert not depends_on_longest(nn.Linear(2, 2))
+    assert not positions(nn.Linear(2, 2))
 
 
 class PlacesOfPatches(nn.Module):
@@ -93,4 +99,4 @@ class PlacesOfPatches(nn.Module):
 
 
 def test_places_of_patches_are_no_positions_of_a_row() -> None:
-    assert not depends_on_longest(PlacesOfPatches())
+    assert not positions(PlacesOfPatches())

@@ -24,6 +24,7 @@ from meshwright.checkpoint.one_device.weight_files import WeightFiles, WeightSou
 from meshwright.construct.deferred_init import Recipe, forget_recipe, recipe_of, record
 from meshwright.construct.init_recording import Tape
 from meshwright.errors import PlanError, UninitialisedParameterError
+from meshwright.facts import Facts
 from meshwright.faults.memory_digest import memory_digest
 from meshwright.faults.together import take_from_first, texts_of_all
 from meshwright.layout.packed_weights import Attribute, matrix_shape, own_statistics, packed_modules, statistics_of
@@ -42,19 +43,19 @@ class NewTensors:
     shards: Shards
     others: list[Attribute]
 
-    def attach(self, model: nn.Module) -> None:
+    def attach(self, facts: Facts) -> None:
         """Put all tensors into the model; see ``attach_shards``."""
         for owner, name, value in self.others:
             owner[name] = value
-        attach_shards(model, self.shards)
-        for parameter in model.parameters():
+        attach_shards(facts, self.shards)
+        for parameter in facts.parameters.values():
             forget_recipe(parameter)
             vars(parameter).pop(_SOURCE, None)
 
 
-def tensors_beside_parameters(model: nn.Module) -> list[Attribute]:
+def tensors_beside_parameters(facts: Facts) -> list[Attribute]:
     """Return the buffers of a model's modules, and the tensors that are plain attributes of these."""
-    owners = [owner for module in model.modules() for owner in (module._buffers, vars(module))]
+    owners = [owner for module in facts.names for owner in (module._buffers, vars(module))]
     return [(owner, name, x) for owner in owners for name, x in owner.items() if isinstance(x, Tensor)]
 
 
@@ -75,11 +76,11 @@ class InitialWeights:
     values: dict[int, Tensor] = field(default_factory=dict)
 
     @staticmethod
-    def find(model: nn.Module, source: WeightSource | None) -> InitialWeights:
+    def find(facts: Facts, source: WeightSource | None) -> InitialWeights:
         """Find a source for every tensor without values, without changing the model.
 
         Args:
-            model: the model, which may be materialised, deferred, or on the meta device.
+            facts: what the model shows, which may be materialised, deferred, or on the meta device.
             source: the checkpoint from which all parameters are read (see ``open_weights``), if any.
 
         Raises:
@@ -90,11 +91,11 @@ class InitialWeights:
         """
         weights = InitialWeights()
         if source is not None:
-            weights.files = open_weights(source, model)
-            weights.names = weights.files.names_for(model)
+            weights.files = open_weights(source, facts.model)
+            weights.names = weights.files.names_for(facts.model)
         else:
-            weights._find_deferred_files(model)
-        for name, parameter in model.named_parameters():
+            weights._find_deferred_files(facts)
+        for name, parameter in facts.named_parameters():
             recipe = recipe_of(parameter)
             if parameter.is_meta and recipe is not None and id(parameter) not in weights.names:
                 if not recipe.is_current(parameter):
@@ -103,18 +104,18 @@ class InitialWeights:
                         "Move the change into the block"
                     )
                 weights.recipes[id(parameter)] = recipe
-        if lacking := weights._lacking(model):
+        if lacking := weights._lacking(facts):
             are_drawn = any(isinstance(x, nn.Parameter) for x in lacking.values())
-            weights._take_from(build_twin(model, draws=are_drawn), lacking)
-        recipes = {name: weights.recipes.get(id(p)) for name, p in model.named_parameters()}
+            weights._take_from(build_twin(facts.model, draws=are_drawn), lacking)
+        recipes = {name: weights.recipes.get(id(p)) for name, p in facts.named_parameters()}
         unwritten = [name for name, recipe in recipes.items() if recipe is not None and not recipe.is_written]
-        if empty := [*weights._lacking(model), *unwritten]:
+        if empty := [*weights._lacking(facts), *unwritten]:
             raise UninitialisedParameterError(sorted(empty))
         return weights
 
-    def _find_deferred_files(self, model: nn.Module) -> None:
+    def _find_deferred_files(self, facts: Facts) -> None:
         """Find the checkpoint from which :meth:`defer` left some tensors to be read."""
-        found = {id(x): vars(x)[_SOURCE] for x in (*model.parameters(), *model.buffers()) if _SOURCE in vars(x)}
+        found = {id(x): vars(x)[_SOURCE] for x in facts.tensors() if _SOURCE in vars(x)}
         self.names = {key: name for key, (_, name) in found.items()}
         checkpoints = list({id(files): files for files, _ in found.values()}.values())
         if len(checkpoints) > 1:
@@ -125,18 +126,18 @@ class InitialWeights:
             )
         self.files = next(iter(checkpoints), None)
 
-    def defer(self, model: nn.Module) -> None:
+    def defer(self, facts: Facts) -> None:
         """Leave a model's parameters to be read by ``to_distributed``, and fill what is computed and not read."""
-        for tensor in (*model.parameters(), *model.buffers()):
+        for tensor in facts.tensors():
             if id(tensor) in self.names:
                 vars(tensor)[_SOURCE] = self.files, self.names[id(tensor)]
-        for owner, name, tensor in tensors_beside_parameters(model):
+        for owner, name, tensor in tensors_beside_parameters(facts):
             if id(tensor) in self.values:
                 owner[name] = self.values[id(tensor)].to(tensor.dtype)
 
     def make(
         self,
-        model: nn.Module,
+        facts: Facts,
         layouts: Mapping[str, TensorLayout],
         mesh: Mesh,
         device: torch.device,
@@ -145,9 +146,9 @@ class InitialWeights:
         """Return all tensors that this rank will hold, computed or read; the model is not changed."""
         with contextlib.nullcontext() if self.files is None else self.files.progress as progress:
             if progress is not None:
-                progress.start(self._bytes_to_read(model, layouts, mesh))
-            shards = make_shards(model, layouts, mesh, device, self._shard, keep)
-            return NewTensors(shards, [*self._buffers(model), *self._statistics(model, shards, device)])
+                progress.start(self._bytes_to_read(facts, layouts, mesh))
+            shards = make_shards(facts, layouts, mesh, device, self._shard, keep)
+            return NewTensors(shards, [*self._buffers(facts), *self._statistics(facts, shards, device)])
 
     def _shard(self, parameter: nn.Parameter, layout: TensorLayout) -> Tensor | None:
         if self.files is not None and id(parameter) in self.names:
@@ -160,9 +161,9 @@ class InitialWeights:
             return None
         return layout.take(full) if layout.is_sharded else full
 
-    def _statistics(self, model: nn.Module, shards: Shards, device: torch.device) -> Iterator[Attribute]:
+    def _statistics(self, facts: Facts, shards: Shards, device: torch.device) -> Iterator[Attribute]:
         """Yield what belongs to this rank's shards of packed weights."""
-        for _, module, packing in packed_modules(model):
+        for _, module, packing in packed_modules(facts):
             shard, layout = shards[id(module.weight)]
             name = self.names.get(id(module.weight)) if layout.is_held else None
             stored = None
@@ -170,19 +171,19 @@ class InitialWeights:
                 stored = read_statistics(self.files, name, module, packing, device)
             yield from own_statistics(module, packing, shard, layout, stored)
 
-    def _buffers(self, model: nn.Module) -> list[Attribute]:
+    def _buffers(self, facts: Facts) -> list[Attribute]:
         found: list[Attribute] = []
-        for owner, name, tensor in tensors_beside_parameters(model):
+        for owner, name, tensor in tensors_beside_parameters(facts):
             if self.files is not None and id(tensor) in self.names:
                 found.append((owner, name, self.files.read(self.names[id(tensor)], tensor.dtype)))
             elif tensor.is_meta:
                 found.append((owner, name, self.values[id(tensor)].to(tensor.dtype)))
         return found
 
-    def _bytes_to_read(self, model: nn.Module, layouts: Mapping[str, TensorLayout], mesh: Mesh) -> int:
+    def _bytes_to_read(self, facts: Facts, layouts: Mapping[str, TensorLayout], mesh: Mesh) -> int:
         assert self.files is not None
         total = 0
-        for name, parameter in model.named_parameters():
+        for name, parameter in facts.named_parameters():
             if id(parameter) not in self.names:
                 continue
             num_bytes = self.files.entries[self.names[id(parameter)]][1].num_bytes
@@ -191,13 +192,13 @@ class InitialWeights:
                 total += num_bytes * numel(layout.blocks()) // max(layout.shape.numel(), 1)
         return total
 
-    def _own_tensors(self, model: nn.Module) -> list[Tensor]:
+    def _own_tensors(self, facts: Facts) -> list[Tensor]:
         """Return the tensors that already have values and that the model starts from."""
-        found = [t for t in (*model.parameters(), *model.buffers()) if not t.is_meta and id(t) not in self.names]
-        statistics = [x for x in statistics_of(model) if not x.is_meta]
+        found = [t for t in facts.tensors() if not t.is_meta and id(t) not in self.names]
+        statistics = [x for x in statistics_of(facts) if not x.is_meta]
         return [*found, *statistics, *self.values.values()]
 
-    def equalise(self, model: nn.Module, mesh: Mesh, device: torch.device) -> bool:
+    def equalise(self, facts: Facts, mesh: Mesh, device: torch.device) -> bool:
         """Give every rank the first rank's weights if they differ, for example because no seed was set.
 
         Returns:
@@ -208,7 +209,7 @@ class InitialWeights:
         """
         if mesh.size == 1:
             return False
-        tensors = [t.detach() for t in self._own_tensors(model)]
+        tensors = [t.detach() for t in self._own_tensors(facts)]
         tapes = list({id(recipe.tape): recipe.tape for recipe in self.recipes.values()}.values())
         form = [
             *(len(self.recipes), len(self.values), sorted(self.names.values())),
@@ -235,10 +236,10 @@ class InitialWeights:
             take_from_first(tensor, device)
         return bool(differing)
 
-    def _lacking(self, model: nn.Module) -> dict[str, Tensor]:
+    def _lacking(self, facts: Facts) -> dict[str, Tensor]:
         """Return the tensors on the meta device that have no source, by name."""
-        found: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if p.is_meta}
-        for name, module in model.named_modules():
+        found: dict[str, Tensor] = {name: p for name, p in facts.named_parameters() if p.is_meta}
+        for module, name in facts.names.items():
             found |= {f"{name}.{key}".lstrip("."): x for key, x in meta_tensors(module).items()}
         sources = self.names.keys() | self.recipes.keys() | self.values.keys()
         return {name: x for name, x in found.items() if id(x) not in sources}

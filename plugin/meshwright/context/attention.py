@@ -26,6 +26,7 @@ from meshwright.context.key_exchange import KeyExchange, RingKeys, WholeKeys
 from meshwright.context.masks import ContextMask
 from meshwright.context.ring import RingCall, ring_attention
 from meshwright.errors import PlanError
+from meshwright.facts import Facts
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.collectives import exchange_rows
 from meshwright.parallel.sequence_parts import SequenceParts, TokenRun
@@ -281,9 +282,9 @@ def attach_attention(
             module.config = own  # type: ignore[assignment]
 
 
-def detach_attention(model: nn.Module) -> None:
+def detach_attention(facts: Facts) -> None:
     """Give the modules of a decoder their own configs back."""
-    for module in model.modules():
+    for module in facts.names:
         if isinstance(vars(module).get("config"), LocalConfig):
             module.config = plain_config(module.config)
 

@@ -161,7 +161,7 @@ class ContextWatcher(Watcher):
             with hooked(handles):
                 yield
         finally:
-            detach_attention(self.decoder.model)
+            detach_attention(self.decoder.facts)
 
     def is_across(self, kind: AttentionKind, q: Tensor, k: Tensor) -> bool:
         return q.shape[2] != k.shape[2]

@@ -53,7 +53,7 @@ class _TokenTrial:
 
     def __init__(self, decoder: Decoder, device: torch.device):
         self.decoder, self.device, self.brought = decoder, device, Brought()
-        self._names = {module: name for name, module in decoder.model.named_modules()}
+        self._names = decoder.facts.names
 
     def differing(self) -> Iterator[str]:
         """Yield a description of each part that differs."""
@@ -122,7 +122,7 @@ def _attending_alone(decoder: Decoder) -> Iterator[None]:
     try:
         yield
     finally:
-        detach_attention(decoder.model)
+        detach_attention(decoder.facts)
 
 
 class _Alone:

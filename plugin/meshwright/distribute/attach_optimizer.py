@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from meshwright.choose.given_plan import given_plan
 from meshwright.errors import AlreadyDistributedError, PlanError
+from meshwright.facts import Facts
 from meshwright.features.splits import split_batches
 from meshwright.optim.attach_gradients import install_gradient_sync
 from meshwright.optim.elementwise import check_reads, declared, whole_groups
@@ -122,7 +123,7 @@ def complete(
         with reading_shards():
             install_gradient_sync(
                 runtime,
-                model,
+                list(model.parameters()),
                 optimizer,
                 zero_stage=plan.zero_stage,
                 bucket_bytes=int(config.bucket_size_mb * 2**20),
@@ -132,7 +133,7 @@ def complete(
     if plan.has_micro_batches and not before.has_micro_batches:
         runtime.features.get(HookedModules).is_split = True
         if plan.pp == 1:  # a pipeline splits batches itself
-            split_batches(decoder, runtime, plan)
+            split_batches(Facts(decoder), runtime, plan)
     if plan.recompute == "full" and before.recompute == "none":
         recompute_layers(decoder, plan.recomputed_layers)
 

@@ -85,8 +85,8 @@ def distribute(build: Build, optimizer: Optimizer | None, make: Make) -> None:
         make: the function that computes this rank's shards; see :func:`make_weights`.
     """
     model, runtime = build.model, build.runtime
-    succeed_together(lambda: make_weights(build, make)).attach(model)
-    if any(x.device != build.device for x in (*model.parameters(), *model.buffers())):
+    succeed_together(lambda: make_weights(build, make)).attach(build.facts)
+    if any(x.device != build.device for x in build.facts.tensors()):
         model.to(build.device)  # not for nothing, since HQQ's layers then make their parameters anew, without a layout
     seed = int(agree(torch.tensor([dropout_seed()], device=build.device), *runtime.mesh.factors.values()))
     install(build, optimizer, seed=seed)
@@ -114,17 +114,17 @@ def make_weights(build: Build, make: Make) -> NewTensors:
 
     Args:
         build: the model and what was decided about it.
-        make: a function of the model, its layouts, the mesh, the device and, under stage 3, a function that keeps this
-            rank's part of a shard.
+        make: a function of the model's facts, its layouts, the mesh, the device and, under stage 3, a function that
+            keeps this rank's part of a shard.
     """
     layouts, mesh = build.layouts, build.runtime.mesh
     if build.plan.zero_stage < 3 or mesh.tokens.size == 1:
-        return make(build.model, layouts, mesh, build.device)
+        return make(build.facts, layouts, mesh, build.device)
     on_host = build.plan.offload is not None
     sharded = ShardedWeights(
         build.model, layouts, mesh, build.device, beside=build.beside, apart=build.apart, on_host=on_host
     )
-    made = make(build.model, layouts, mesh, build.device, sharded.keep)
+    made = make(build.facts, layouts, mesh, build.device, sharded.keep)
     build.runtime.weights = sharded
     return made
 
@@ -237,7 +237,9 @@ class _Copier:
             new.weights.guard()
         stage = 0 if self.runtime.plan is None else self.runtime.plan.zero_stage
         with reading_shards():
-            install_gradient_sync(new, model, None, zero_stage=stage, bucket_bytes=gradients.bucket_bytes)
+            install_gradient_sync(
+                new, list(model.parameters()), None, zero_stage=stage, bucket_bytes=gradients.bucket_bytes
+            )
         return part
 
 

@@ -45,7 +45,7 @@ def method_of(model: nn.Module) -> str:
     return str(getattr(found, "value", found) or "quantization_config")
 
 
-def finish_loading(model: nn.Module, optimizer: Optimizer | None = None) -> None:
+def finish_loading(model: nn.Module, optimizer: Optimizer | None = None) -> bool:
     """Run the hooks by which a quantiser would replace a model's parameters in its first forward pass.
 
     The parameters that such a hook makes are those that a plan places. compressed-tensors decompresses a model so.
@@ -53,6 +53,9 @@ def finish_loading(model: nn.Module, optimizer: Optimizer | None = None) -> None
     Args:
         model: the model, without adapters around it.
         optimizer: the optimizer, which gets the new parameters; on one device it keeps the old ones, without gradients.
+
+    Returns:
+        Whether there were such hooks, so that the model may have changed.
     """
     own = vars(getattr(model, "hf_quantizer", None) or SimpleNamespace())
     parts = {id(value) for value in own.values() if hasattr(value, "__dict__")}
@@ -62,7 +65,7 @@ def finish_loading(model: nn.Module, optimizer: Optimizer | None = None) -> None
         if any(id(value) in parts for value in (getattr(hook, "__self__", None), *cells)):
             found.append(hook)
     if not found:
-        return
+        return False
     before = {parameter: name for name, parameter in model.named_parameters()}
     for hook in found:
         hook(model, ())
@@ -70,6 +73,7 @@ def finish_loading(model: nn.Module, optimizer: Optimizer | None = None) -> None
     gone = {parameter: after.get(name) for parameter, name in before.items() if after.get(name) is not parameter}
     for group in optimizer.param_groups if gone and optimizer is not None else ():
         group["params"] = [new for p in group["params"] if (new := gone.get(p, p)) is not None]
+    return True
 
 
 def is_packed(model: nn.Module | Facts) -> bool:

@@ -67,8 +67,8 @@ from meshwright.roles.adapters import decoder_of, without_wrappers, wrapped
 
 
 @contextlib.contextmanager
-def plain_module(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the plain module of a model, to be distributed in place, without compiled modules among its children.
+def plain_module(model: nn.Module, facts: Facts) -> Iterator[Facts]:
+    """Yield what the plain module of a model shows, to be distributed in place, without compiled modules in it.
 
     A child that ``torch.compile(child)`` wrapped is put back into its parent and compiled by ``child.compile()`` with
     the same arguments, so that parameters have one-device names. If the body raises, every wrapper returns to its
@@ -76,37 +76,38 @@ def plain_module(model: nn.Module) -> Iterator[nn.Module]:
 
     Args:
         model: the program's model, plain, or compiled as a whole or in parts.
+        facts: what the module in it shows.
     """
-    inner = without_compilation(model)
     undo = contextlib.ExitStack()
-    modules = list(inner.modules())
-    is_compiled = inner is not model or any(module._compiled_call_impl is not None for module in modules)
-    for parent in modules:
+    is_compiled = facts.model is not model or any(module._compiled_call_impl is not None for module in facts.names)
+    has_compiled_parts = False
+    for parent in facts.names:
         for name, child in parent._modules.items():
             if child is not None and (plain := without_compilation(child)) is not child:
-                is_compiled = True
+                is_compiled = has_compiled_parts = True
                 undo.callback(parent._modules.__setitem__, name, child)
                 parent._modules[name] = plain
-                called = inner if plain is _innermost(inner) else plain
+                called = facts.model if plain is _innermost(facts.model) else plain
                 undo.callback(setattr, called, "_compiled_call_impl", called._compiled_call_impl)
                 compiler: Any = child.dynamo_ctx
                 called._compiled_call_impl = compiler(called._call_impl)  # as called.compile() does
     with undo:
-        yield inner
+        yield Facts(facts.model) if has_compiled_parts else facts
         undo.pop_all()
     if is_compiled:
         # Graphs of calls before this one are of the plain program, and count against dynamo's limit of variants.
         torch.compiler.reset()
 
 
-def check_compiled(model: nn.Module, engine: str | None = None) -> None:
+def check_compiled(model: nn.Module, facts: Facts, engine: str | None = None) -> None:
     """Raise a PlanError if the runtime's hooks would be inside the code that the program has compiled.
 
     Args:
         model: the program's model.
+        facts: what the plain module in it shows.
         engine: the training engine that adds hooks of its own; see ``ToDistributedConfig.engine``.
     """
-    for name, module in model.named_modules():
+    for module, name in ((model, ""), *facts.names.items()):
         owner = f"model.{name}" if name else "model"
         if is_compiled_function(vars(module).get("forward")) and not _is_wrapper(module):
             raise PlanError(
@@ -198,35 +199,36 @@ def to_distributed(
         raise PlanError(f"ToDistributedConfig.{field} is used in status lines only; set logging_steps=10 too")
     if config.compile is None and config.compile_options is not None:
         raise PlanError('ToDistributedConfig.compile_options is used by compile="layers" only; set it too')
-    check_compiled(model, config.engine)
-    with plain_module(model) as plain, plain_weights(plain):
+    facts = Facts(without_compilation(model))
+    check_compiled(model, facts, config.engine)
+    with plain_module(model, facts) as plain, plain_weights(plain):
         optimizer, rows = _distribute(plain, optimizer, dataloader, device_num, node_num, config)
     return ReturnedTuple((model, optimizer, rows))
 
 
 def _distribute(
-    model: nn.Module,
+    facts: Facts,
     optimizer: Optimizer | None,
     dataloader: Iterable[Any] | None,
     device_num: int | None,
     node_num: int | None,
     config: ToDistributedConfig,
 ) -> tuple[Optimizer | None, DistributedLoader | None]:
-    """Distribute a plain module in place, and return the optimizer and a loader of this rank's rows."""
+    """Distribute a model in place, and return the optimizer and a loader of this rank's rows."""
     check_devices(device_num, node_num)
-    if (runtime := find_runtime(model)) is not None and (optimizer is not None or dataloader is not None):
-        return _complete(model, runtime, optimizer, dataloader, config)
+    if (runtime := find_runtime(facts.model)) is not None and (optimizer is not None or dataloader is not None):
+        return _complete(facts, runtime, optimizer, dataloader, config)
     # Until the ranks meet, each decides by itself, and changes nothing.
-    facts = _look(model, optimizer)
+    facts = _look(facts, optimizer)
     loss = find_loss(decoder_of(facts).model, config.loss_averages_over)
     device = device_for(_starting_device(facts))
     check_device_num(device_num, device)
-    plan, is_picked = _choose(model, optimizer, dataloader, config, node_num, device)
+    plan, is_picked = _choose(facts.model, optimizer, dataloader, config, node_num, device)
     decision = decide(facts, plan, config, optimizer=optimizer, loss=loss, device=device)
 
     mesh, guard = _meet(plan, config, device)
     weights = _equal_weights(facts, config, mesh, device)
-    shown = None if config.logging_steps is None else Preparation.make(model, config, optimizer=optimizer)
+    shown = None if config.logging_steps is None else Preparation.make(facts.model, config, optimizer=optimizer)
     loader = None if dataloader is None else _make_loader(dataloader, mesh, device, decision)
     runtime = Runtime(mesh=mesh, guard=guard, plan=plan, plan_source=source_of_plan(config, is_picked=is_picked))
     if config.engine is not None:
@@ -236,17 +238,17 @@ def _distribute(
     build = Build.of(rehearsed(decision, mesh, device), runtime, device)
     distribute(build, optimizer, weights.make)
 
-    _warn_of_dtypes(model, optimizer, plan)
+    _warn_of_dtypes(facts, optimizer, plan)
     if shown is not None:
-        start_monitor(model, runtime, config, shown, every=config.logging_steps)
+        start_monitor(facts.model, runtime, config, shown, every=config.logging_steps)
     _log(build)
     return optimizer, loader
 
 
-def _look(model: nn.Module, optimizer: Optimizer | None) -> Facts:
+def _look(facts: Facts, optimizer: Optimizer | None) -> Facts:
     """Return what a model shows, when its loading has ended and nothing else has distributed it."""
-    finish_loading(without_wrappers(model)[1], optimizer)
-    facts = Facts(model)
+    if finish_loading(without_wrappers(facts.model)[1], optimizer):
+        facts = Facts(facts.model)
     check_model(facts)
     if optimizer is not None:
         check_ownership(facts, optimizer)
@@ -286,15 +288,15 @@ def _meet(plan: ParallelPlan, config: ToDistributedConfig, device: torch.device)
 
 def _equal_weights(facts: Facts, config: ToDistributedConfig, mesh: Mesh, device: torch.device) -> InitialWeights:
     """Find the weights to begin with, and make those that the ranks have built equal."""
-    model, source = facts.model, settled(config.weights)
+    source = settled(config.weights)
 
     def find() -> InitialWeights:
         if (attention := flash_implementation(facts.names)) is not None:
             flash_function(attention)  # whose package may not load
-        return InitialWeights.find(model, source)
+        return InitialWeights.find(facts, source)
 
     weights = succeed_together(find)
-    if weights.equalise(model, mesh, device):
+    if weights.equalise(facts, mesh, device):
         logger.warning("the ranks built the model with different weights; all of them now use those of the first rank")
     return weights
 
@@ -322,18 +324,19 @@ def _join(device: torch.device, config: ToDistributedConfig) -> Guard | None:
     return start_guard(timeout=config.timeout_s)
 
 
-def _warn_of_dtypes(model: nn.Module, optimizer: Optimizer | None, plan: ParallelPlan | None = None) -> None:
+def _warn_of_dtypes(facts: Facts, optimizer: Optimizer | None, plan: ParallelPlan | None = None) -> None:
     """Warn on the first rank if an optimizer trains in float16, or a plan was estimated for another dtype."""
     if not is_first_rank():
         return
-    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    parameters = facts.parameters
+    dtype = str(next(iter(parameters.values())).dtype).removeprefix("torch.")
     if plan is not None and plan.dtype not in (None, dtype):
         logger.warning(
             "the plan was estimated for weights in %s, but the model has weights in %s, so its memory and time differ "
             "from the estimates. Load the model with dtype=torch.%s, or remove dtype from the plan",
             plan.dtype, dtype, plan.dtype,
         )  # fmt: skip
-    trained = [name for name, p in model.named_parameters() if p.requires_grad and p.dtype == torch.float16]
+    trained = [name for name, p in parameters.items() if p.requires_grad and p.dtype == torch.float16]
     if trained and optimizer is not None:
         logger.warning(
             "the optimizer trains %d weights in float16 (the first is %s). Its smallest number is 6e-8, so the squares "
@@ -344,7 +347,7 @@ def _warn_of_dtypes(model: nn.Module, optimizer: Optimizer | None, plan: Paralle
 
 
 def _complete(
-    model: nn.Module,
+    facts: Facts,
     runtime: Runtime,
     optimizer: Optimizer | None,
     dataloader: Iterable[Any] | None,
@@ -352,8 +355,8 @@ def _complete(
 ) -> tuple[Optimizer | None, DistributedLoader | None]:
     """Add an optimizer or a loader to a model that was distributed without one."""
     runtime.check_own("to_distributed", "pass the optimizer and the loader to its own initialize, with a new model")
+    model = facts.model
     plan = plan_to_complete(runtime, model, optimizer, config)
-    facts = Facts(model)
     check_embeddings(facts, plan, runtime.engine)
     check_mixed_rows(facts, plan)
     loss = runtime.features.find(BatchLoss)
@@ -366,7 +369,7 @@ def _complete(
     shows = config.logging_steps is not None and runtime.features.find(Watch) is None
     shown = Preparation.make(model, config, optimizer=optimizer) if shows else None
     complete(runtime, model, optimizer, plan, config)
-    _warn_of_dtypes(model, optimizer)
+    _warn_of_dtypes(facts, optimizer)
     if shown is not None:
         start_monitor(model, runtime, config, shown, every=config.logging_steps)
     return optimizer, loader

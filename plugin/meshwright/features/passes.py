@@ -39,7 +39,7 @@ def compare_replicas(build: Build) -> None:
         slices = max(runtime.mesh.tokens.size, runtime.mesh.copies.size)
         every = 1 if plan.zero_stage in (1, 2) and slices > 1 else 50
     runtime.comparison = ReplicaComparison(
-        build.model,
+        build.facts.named_parameters(),
         mesh=runtime.mesh,
         guard=runtime.guard,
         every=every,
@@ -64,7 +64,7 @@ def watch_passes(build: Build) -> None:
     leave_out_of_graphs()
     inner = [getattr(build.decoder, "base_model", None), None if build.structure is None else build.structure.model]
     forward = ForwardState(
-        model=build.decoder,
+        facts=build.of_decoder,
         inner=[module for module in inner if isinstance(module, nn.Module)],
         draws=runtime.draws,
         mesh=runtime.mesh,

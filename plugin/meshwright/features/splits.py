@@ -6,12 +6,11 @@ import inspect
 import itertools
 from collections.abc import Set
 
-from torch import nn
-
 from meshwright.context.attention import ContextAttention, attach_attention, context_axes
 from meshwright.context.handed_states import part_mixers
 from meshwright.context.record import make_whole
 from meshwright.context.region import ContextForward, ContextRegion
+from meshwright.facts import Facts
 from meshwright.faults.collective_log import set_timeouts
 from meshwright.features.decision import Build
 from meshwright.optim.runtime import Runtime
@@ -135,34 +134,34 @@ def run_in_parts(build: Build) -> None:
         return
     if build.cut is None:
         if build.plan.has_micro_batches:
-            split_batches(build.decoder, build.runtime, build.plan)
+            split_batches(build.of_decoder, build.runtime, build.plan)
         return
     runtime = build.runtime
-    runtime.features.add(LossScale(build.decoder))
+    runtime.features.add(LossScale(build.of_decoder))
     pipeline = Pipeline.open(build.cut, build.plan, runtime.mesh.pp, build.device)
     _set_timeouts(build)
     outputs = StageOutputs(
         kind=build.cut.order.output_kind, pp=runtime.mesh.pp, last=build.cut.last_rank, device=build.device
     )
     region = runtime.features.find(SequenceRegion)
-    add_step(build.decoder, PipelineForward(build.decoder, pipeline, runtime, outputs, region))
+    add_step(build.decoder, PipelineForward(build.of_decoder, pipeline, runtime, outputs, region))
 
 
-def split_batches(decoder: nn.Module, runtime: Runtime, plan: ParallelPlan) -> None:
+def split_batches(facts: Facts, runtime: Runtime, plan: ParallelPlan) -> None:
     """Make the decoder's forward run its batch as the plan's micro-batches."""
     step = SplitForward(
-        decoder,
+        facts,
         plan=plan,
         dp=runtime.mesh.tokens,
         syncs=runtime.gradients.syncs,
         loss=runtime.features.get(BatchLoss),
         guard=runtime.guard,
-        scale=runtime.features.add(LossScale(decoder)),
+        scale=runtime.features.add(LossScale(facts)),
         format=runtime.features.get(BatchFormat),
         draws=runtime.draws,
         keeps_logits=runtime.logits.in_training,
     )
-    add_step(decoder, step)
+    add_step(facts.model, step)
 
 
 def _set_timeouts(build: Build) -> None:

@@ -36,13 +36,13 @@ def hold_shards(build: Build) -> None:
 
 def synchronise_gradients(build: Build) -> None:
     """Reduce gradients while backward runs, and shard the optimizer; or leave both to the engine."""
-    runtime = build.runtime
+    runtime, parameters = build.runtime, [parameter for _, parameter in build.facts.named_parameters()]
     if runtime.engine is not None:
-        leave_gradients_to_engine(runtime, build.model)
+        leave_gradients_to_engine(runtime, parameters)
         return
     install_gradient_sync(
         runtime,
-        build.model,
+        parameters,
         build.optimizer,
         zero_stage=build.plan.zero_stage,
         bucket_bytes=int(build.config.bucket_size_mb * 2**20),

@@ -49,7 +49,7 @@ Found = dict[torch.device, Tensor]  # a number for each device of gradients: not
 
 def install_gradient_sync(
     runtime: Runtime,
-    model: nn.Module,
+    parameters: Sequence[nn.Parameter],
     optimizer: Optimizer | None,
     *,
     zero_stage: int,
@@ -60,7 +60,7 @@ def install_gradient_sync(
 
     Args:
         runtime: the model's runtime, which this call fills in.
-        model: the model, whose parameters have layouts.
+        parameters: the parameters of the model, which have layouts.
         optimizer: the optimizer of the model's parameters, if any.
         zero_stage: the ZeRO stage, 0 to 3. On one data-parallel rank, stages 2 and 3 act as stage 1. For stage 3,
             ``runtime.weights`` must be attached.
@@ -75,7 +75,7 @@ def install_gradient_sync(
     whole = None
     if optimizer and whole_groups:
         whole = WholeSteps(optimizer, whole_groups, runtime.mesh, gradients, on_host=on_host)
-    trained = TrainedParameters(model, optimizer, runtime, zero_stage=zero_stage, bucket_bytes=bucket_bytes)
+    trained = TrainedParameters(parameters, optimizer, runtime, zero_stage=zero_stage, bucket_bytes=bucket_bytes)
     gradients.trained, gradients.parameters, gradients.zero = trained, trained.parameters, trained.zero
     gradients.hooks = trained.hooks
     if runtime.comparison is not None:
@@ -122,12 +122,12 @@ def install_gradient_sync(
         guard_optimizer(optimizer, runtime)
 
 
-def leave_gradients_to_engine(runtime: Runtime, model: nn.Module) -> None:
+def leave_gradients_to_engine(runtime: Runtime, parameters: Sequence[nn.Parameter]) -> None:
     """Sum partial gradients over tp, since an engine does not, and leave all other gradient work to the engine."""
-    runtime.gradients.parameters = [p for p in model.parameters() if p.requires_grad]
+    runtime.gradients.parameters = [p for p in parameters if p.requires_grad]
     sum_copies_in_backward(runtime.gradients.parameters, runtime.mesh.tp)
     assert runtime.engine is not None
-    runtime.gradients.trained = FixedParameters(model, runtime.engine)
+    runtime.gradients.trained = FixedParameters(parameters, runtime.engine)
 
 
 def shard_optimizer(
@@ -199,11 +199,11 @@ def shard_optimizer(
     runtime = Runtime(mesh=Mesh(dp=dp), gradients=Gradients(parameters), guard=guard)
     for index, parameter in enumerate(parameters):
         parameter.meshwright = TensorLayout(shape=parameter.shape).placed(str(index), runtime.mesh)
-    model = nn.ParameterList(parameters)
     if guard is not None:
         # No forward pass of ours counts steps, so what is compared at each meeting is all.
-        runtime.comparison = ReplicaComparison(model, mesh=runtime.mesh, guard=guard, every=0, has_weights=True)
-    install_gradient_sync(runtime, model, optimizer, zero_stage=stage, bucket_bytes=int(bucket_size_mb * 2**20))
+        named = [(str(index), parameter) for index, parameter in enumerate(parameters)]
+        runtime.comparison = ReplicaComparison(named, mesh=runtime.mesh, guard=guard, every=0, has_weights=True)
+    install_gradient_sync(runtime, parameters, optimizer, zero_stage=stage, bucket_bytes=int(bucket_size_mb * 2**20))
     return optimizer
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from itertools import islice
 
 import torch
@@ -29,7 +30,7 @@ class TrainedParameters:
     If the parameter is frozen later, it keeps both and gets no gradients.
 
     Args:
-        model: the model, whose parameters have layouts.
+        parameters: the parameters of the model, which have layouts.
         optimizer: the optimizer of those parameters, if any.
         runtime: the model's runtime, whose ``syncs`` this class fills; under stage 3 its ``weights`` are attached.
         zero_stage: 0 to 3; on one data-parallel rank, 2 and 3 act as 1.
@@ -42,7 +43,13 @@ class TrainedParameters:
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer | None, runtime: Runtime, *, zero_stage: int, bucket_bytes: int
+        self,
+        parameters: Sequence[nn.Parameter],
+        optimizer: Optimizer | None,
+        runtime: Runtime,
+        *,
+        zero_stage: int,
+        bucket_bytes: int,
     ):
         tp, dp, weights, syncs = runtime.mesh.tp, runtime.mesh.tokens, runtime.weights, runtime.gradients.syncs
         self.tp, self.dp, self.optimizer, self.weights = tp, dp, optimizer, weights
@@ -55,9 +62,9 @@ class TrainedParameters:
         self.stage = 0 if stage == 1 and optimizer is None else stage
         self.parameters: list[nn.Parameter] = []
         self.syncs = syncs
-        self.hooks = GradientHooks(runtime.mesh, model.parameters())
+        self.hooks = GradientHooks(runtime.mesh, parameters)
         self.zero: ReduceScatter | None = None
-        self._watch = _Watch(model)
+        self._watch = _Watch(parameters)
         self._known: set[int] = set()
         self._mesh = runtime.mesh
         self._sync_of: dict[tuple[str, bool], GradientSync] = {}  # by the name of the axis, and whether ZeRO shards
@@ -184,12 +191,12 @@ class FixedParameters:
     """The parameters that an engine trains. They are fixed when this object is made.
 
     Args:
-        model: the model, whose parameters have layouts.
+        parameters: the parameters of the model, which have layouts.
         engine: the engine's name.
     """
 
-    def __init__(self, model: nn.Module, engine: str):
-        self._watch, self._engine = _Watch(model), engine
+    def __init__(self, parameters: Sequence[nn.Parameter], engine: str):
+        self._watch, self._engine = _Watch(parameters), engine
         self._known = {id(p) for p in self._watch.parameters if p.requires_grad}
 
     def follow(self) -> None:
@@ -216,8 +223,8 @@ class FixedParameters:
 class _Watch:
     """The ``requires_grad`` flags of all parameters of a model, as they were last accepted."""
 
-    def __init__(self, model: nn.Module):
-        self.parameters = list(model.parameters())
+    def __init__(self, parameters: Sequence[nn.Parameter]):
+        self.parameters = parameters
         self._flags = self._read()
 
     def _read(self) -> list[bool]:

@@ -19,6 +19,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from meshwright.facts import Facts
 from meshwright.mesh.axes import Axis, Mesh
 from meshwright.outside_files import Check, integer, record
 
@@ -115,14 +116,16 @@ class Rates:
     """The current dropout rates inside a module.
 
     Args:
+        facts: what the model shows.
         module: the module, searched once for dropout modules and for rates that attention code keeps as plain numbers.
     """
 
-    def __init__(self, module: nn.Module):
+    def __init__(self, facts: Facts, module: nn.Module):
+        inside = facts.inside(module)
         self._places: list[tuple[nn.Module, str]] = [
-            (part, "p") for part in module.modules() if isinstance(part, nn.modules.dropout._DropoutNd)
+            (part, "p") for part in inside if isinstance(part, nn.modules.dropout._DropoutNd)
         ]
-        for part in module.modules():
+        for part in inside:
             self._places += [
                 (part, name) for name, value in vars(part).items() if "dropout" in name and _is_rate(value)
             ]

@@ -280,8 +280,8 @@ class _Trial:
         self._renew()
         tp, device = mesh.tp, self.values.device
         structure = describe(self.root, plan, tp=tp.size, sequence_parallel=sequence_parallel, is_part=True)
-        shards = make_shards(self.root, structure.parameters, mesh, device, lambda *_: None)
-        attach_shards(self.root, shards)
+        shards = make_shards(structure.facts, structure.parameters, mesh, device, lambda *_: None)
+        attach_shards(structure.facts, shards)
         streams = DropoutStreams(mesh=mesh, seed=0)
         install_tensor_parallel(structure, tp, streams=streams, keep_logits_sharded=lambda: False, is_staged=False)
         cut = self._passed()

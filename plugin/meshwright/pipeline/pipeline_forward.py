@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.errors import PlanError
+from meshwright.facts import Facts
 from meshwright.faults.interpose import own_collectives
 from meshwright.layout.tensor_layout import layout_of
 from meshwright.mesh.axes import Axis
@@ -106,7 +107,7 @@ class PipelineForward(BatchStep):
     parameters.
 
     Args:
-        decoder: the decoder, to whose forward this step is added.
+        facts: what the decoder shows, to whose forward this step is added.
         pipeline: this rank's place in the pipeline.
         runtime: the model's runtime, with its loss and the hooks that it watches.
         outputs: makes what the call returns.
@@ -117,27 +118,27 @@ class PipelineForward(BatchStep):
     has_whole_cache = False
 
     def __init__(
-        self, decoder: nn.Module, pipeline: Pipeline, runtime: Any, outputs: StageOutputs, region: SequenceRegion | None
+        self, facts: Facts, pipeline: Pipeline, runtime: Any, outputs: StageOutputs, region: SequenceRegion | None
     ):
-        super().__init__(decoder)
+        super().__init__(facts.model)
         self.pipeline, self.runtime, self.outputs = pipeline, runtime, outputs
         self.loss, self.hooked = runtime.features.find(BatchLoss), runtime.features.find(HookedModules)
         cut, self.format = pipeline.cut, runtime.features.get(BatchFormat)
-        self.balancing = find_step(decoder, LoadBalancing)
+        self.balancing = find_step(facts.model, LoadBalancing)
         towers = runtime.features.find(TowerFeatures)
         self.region = region
-        self.stages = Stages(cut, self, region, self.balancing, towers, beside=BesideInputs(cut, region))
+        self.stages = Stages(facts, cut, self, region, self.balancing, towers, beside=BesideInputs(cut, region))
         splits = cut.schedule in SPLIT_BACKWARD
-        self.later = WeightGradients(_own_modules(decoder, cut) if splits else ())
+        self.later = WeightGradients(_own_modules(facts, cut) if splits else ())
         self._boundary_dtypes: dict[_Precision, dict[int, torch.dtype]] = {}
         self._formats: dict[Hashable, dict[int, Format]] = {}
-        self.writes = WritesPerPiece(decoder, runtime.guard, pipeline.cut.layers)
+        self.writes = WritesPerPiece(facts, runtime.guard, pipeline.cut.layers)
         self.fixed = FixedInputs("Each micro-batch")
         self._loss_dtypes: dict[_Precision, torch.dtype] = {}
         self._uses_items: dict[_Kind, bool] = {}
         if runtime.comparison is not None:
             runtime.comparison.tie = pipeline.tie
-        named = decoder.named_parameters(remove_duplicate=False)
+        named = facts.parameters.items()
         self._stages_of = {id(p): [s for s in cut.stages_of[name] if s in cut.own] for name, p in named}
 
     def foresee(self, batch: dict[str, object], *, hidden: torch.dtype, loss: torch.dtype) -> None:
@@ -397,11 +398,11 @@ def _kind_of(batch: Batch) -> _Kind | None:
     return frozenset((name, getattr(value, "dtype", None)) for name, value in given.items())
 
 
-def _own_modules(decoder: nn.Module, cut: Cut) -> list[nn.Module]:
+def _own_modules(facts: Facts, cut: Cut) -> list[nn.Module]:
     """Return the modules that hold weights of this rank's stages."""
     found = []
-    for name, module in decoder.named_modules():
-        names = [f"{name}.{suffix}".lstrip(".") for suffix, _ in module.named_parameters(recurse=False)]
+    for module, name in facts.names.items():
+        names = [f"{name}.{key}".lstrip(".") for key, weight in module._parameters.items() if weight is not None]
         if names and any(cut.holds(full) for full in names):
             found.append(module)
     return found

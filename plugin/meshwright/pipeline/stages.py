@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.errors import PlanError
+from meshwright.facts import Facts
 from meshwright.faults.memory_digest import has_values
 from meshwright.parallel.autograd_graph import tensors_in
 from meshwright.parallel.batch.items import kind_of
@@ -53,6 +54,7 @@ class Stages:
     """The virtual stages of this rank, of which one at a time is active.
 
     Args:
+        facts: what the decoder shows.
         cut: the cut, whose layers get another ``forward``.
         step: the step of the decoder's forward that runs the stages.
         region: the region in which each rank has its own tokens, under sequence parallelism.
@@ -64,6 +66,7 @@ class Stages:
 
     def __init__(
         self,
+        facts: Facts,
         cut: Cut,
         step: BatchStep,
         region: SequenceRegion | None,
@@ -81,15 +84,16 @@ class Stages:
         self._signatures = [inspect.signature(layer.forward) for layer in cut.layers]
         self._checked: set[tuple[int, str]] = set()  # layers and the names of what they were given
         self._checkpointed = [
-            [module for module in layer.modules() if hasattr(module, "gradient_checkpointing")] for layer in cut.layers
+            [module for module in facts.inside(layer) if hasattr(module, "gradient_checkpointing")]
+            for layer in cut.layers
         ]
         for index, layer in enumerate(cut.layers):
             add_step(layer, _LayerForward(index, self))
         self._is_after = False  # whether the running pass has left the last layer
-        for name, module in step.model.named_modules():
-            own = [f"{name}.{weight}".lstrip(".") for weight, _ in module.named_parameters(recurse=False)]
+        for module, name in facts.names.items():
+            own = [f"{name}.{key}".lstrip(".") for key, weight in module._parameters.items() if weight is not None]
             is_absent = bool(own) and not any(map(cut.holds, own))
-            if is_absent and set(module.modules()).isdisjoint(cut.layers):
+            if is_absent and set(facts.inside(module)).isdisjoint(cut.layers):
                 module.register_forward_pre_hook(functools.partial(self._enter_absent, name))
         self._of_towers = [step.model.get_submodule(name) for name in cut.order.passing]
         for layer, returned in zip(self._of_towers, cut.order.passing.values(), strict=True):

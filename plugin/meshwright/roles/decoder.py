@@ -51,7 +51,8 @@ def load_of_towers(decoder: Decoder) -> float:
     """
 
     def work(module: nn.Module, *, has_backward: bool) -> int:
-        return sum(p.numel() * (1 + has_backward + p.requires_grad) for p in module.parameters())
+        parameters = decoder.facts.parameters_inside(module)
+        return sum(p.numel() * (1 + has_backward + p.requires_grad) for p in parameters)
 
     towers = sum(work(m, has_backward=any(p.requires_grad for p in m.parameters())) for m in decoder.towers)
     layers = sum(work(layer, has_backward=True) for layer in decoder.layers)
@@ -81,7 +82,7 @@ def find_decoder(facts: Facts) -> Decoder:
 @fact
 def stacks_of(facts: Facts) -> dict[nn.Module, str]:
     """Return the lists of layers in a model, each with its name."""
-    return {module: name for module, name in facts.names.items() if is_stack(module)}
+    return {module: name for module, name in facts.names.items() if is_stack(facts, module)}
 
 
 @fact
@@ -112,12 +113,12 @@ def layer_stack(facts: Facts) -> tuple[str, nn.ModuleList]:
     return names[found[0]], found[0]
 
 
-def is_stack(module: nn.Module) -> bool:
+def is_stack(facts: Facts, module: nn.Module) -> bool:
     """Return whether a module is a list of layers."""
     return (
         isinstance(module, nn.ModuleList)
         and len(module) > 0
-        and all(sum(is_projection(m) for m in layer.modules()) >= 2 for layer in module)
+        and all(sum(map(is_projection, facts.inside(layer))) >= 2 for layer in module)
     )
 
 

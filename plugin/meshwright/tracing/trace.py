@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 from meshwright.construct.initial_weights import NewTensors, tensors_beside_parameters
 from meshwright.distribute import installation
 from meshwright.distribute.decide import build_on_fake_rank
+from meshwright.facts import Facts
 from meshwright.faults.guard import Guard
 from meshwright.features import splits
 from meshwright.layout.packed_weights import Attribute
@@ -83,21 +84,21 @@ def install(
             return torch.empty(layout.local_shape, dtype=parameter.dtype, device=device)
 
     def make(
-        model: nn.Module, layouts: Mapping[str, TensorLayout], mesh: Mesh, to: torch.device, keep: Keep = lambda _, x: x
+        facts: Facts, layouts: Mapping[str, TensorLayout], mesh: Mesh, to: torch.device, keep: Keep = lambda _, x: x
     ) -> NewTensors:
-        return NewTensors(make_shards(model, layouts, mesh, to, empty_shard, keep), _empty_buffers(model, fake, to))
+        return NewTensors(make_shards(facts, layouts, mesh, to, empty_shard, keep), _empty_buffers(facts, fake, to))
 
     build = build_on_fake_rank(model, plan, config=config, device=device, guard=guard)
     with fake:
         made = installation.make_weights(build, make)
-    made.attach(model)
+    made.attach(build.facts)
     with fake:
         installation.install(build, optimizer, seed=0)
     return build.runtime, optimizer
 
 
-def _empty_buffers(model: nn.Module, fake: FakeTensorMode, device: torch.device) -> list[Attribute]:
-    found = [x for x in tensors_beside_parameters(model) if x[2].is_meta]
+def _empty_buffers(facts: Facts, fake: FakeTensorMode, device: torch.device) -> list[Attribute]:
+    found = [x for x in tensors_beside_parameters(facts) if x[2].is_meta]
     with fake:
         return [(owner, name, torch.empty(x.shape, dtype=x.dtype, device=device)) for owner, name, x in found]
 

@@ -34,7 +34,8 @@ class LongestPosition:
     def __init__(self, facts: Facts, dp: Axis, *, is_split: bool):
         self._dp = dp
         self._most: Tensor | None = None
-        found = [module for module in facts.names if depends_on_longest(module)] if dp.size > 1 or is_split else []
+        modules = facts.names if dp.size > 1 or is_split else ()
+        found = [module for module in modules if depends_on_longest(facts, module)]
         self.is_needed = bool(found)
         for module in found:
             signature = inspect.signature(module.forward)
@@ -81,7 +82,7 @@ def _without_last(output: object) -> object:
     return output[..., :-1, :] if isinstance(output, Tensor) else output
 
 
-def depends_on_longest(module: nn.Module) -> bool:
+def depends_on_longest(facts: Facts, module: nn.Module) -> bool:
     """Return whether what a module computes for a position depends on the longest position of its input.
 
     The module is tried on a copy: first with two positions, and then with a third that is far away.
@@ -89,8 +90,9 @@ def depends_on_longest(module: nn.Module) -> bool:
     parameters = inspect.signature(module.forward).parameters
     if "position_ids" not in parameters:
         return False
-    buffers = [x for x in module.buffers() if x.is_floating_point()]
-    is_small = next(module.parameters(), None) is None and bool(buffers)
+    inside = facts.inside(module)
+    buffers = [x for inner in inside for x in inner._buffers.values() if x is not None and x.is_floating_point()]
+    is_small = bool(buffers) and not any(inner._parameters for inner in inside)
     if not is_small or any(type(x) is not Tensor or x.is_meta for x in buffers):
         return False
     return any(_depends(module, choice) for choice in _choices(module, parameters))

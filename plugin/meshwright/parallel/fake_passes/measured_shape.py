@@ -330,7 +330,7 @@ def measured_tower(model: nn.Module, decoder: Decoder) -> tuple[TowerShape | Non
 
 def _run_tower(model: nn.Module, decoder: Decoder, inputs: Mapping[str, Tensor]) -> tuple[float, float, float, float]:
     """Return the bytes of ``pixels``, ``saved``, ``kept`` and ``backward`` of a tower."""
-    stacks = [module for tower in decoder.towers for module in tower.modules() if is_stack(module)]
+    stacks = [m for tower in decoder.towers for m in decoder.facts.inside(tower) if is_stack(decoder.facts, m)]
     layers = tuple(layer for stack in stacks for layer in stack.children())
     with FakeTensorMode(allow_non_fake_inputs=True), fake_values(model), KnownValues(inputs) as known:
         given = [x for x in known.batch.values() if isinstance(x, Tensor)]

@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from meshwright.autograd import Node, TensorFunction, keeps_graph
 from meshwright.containers import rebuilt
 from meshwright.errors import PlanError, UnreadableTensorError
+from meshwright.facts import Facts
 from meshwright.faults.guard import Guard
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.autograd_graph import loss_of
@@ -182,7 +183,7 @@ class SplitForward(BatchStep):
 
     def __init__(
         self,
-        model: nn.Module,
+        facts: Facts,
         *,
         plan: ParallelPlan,
         dp: Axis,
@@ -194,10 +195,10 @@ class SplitForward(BatchStep):
         draws: DeviceDraws,
         keeps_logits: bool = False,
     ):
-        super().__init__(model)
+        super().__init__(facts.model)
         self.plan, self.dp, self.syncs, self.loss, self.format = plan, dp, syncs, loss, format
         self.scale, self.draws, self.keeps_logits = scale, draws, keeps_logits
-        self.writes, self.fixed = WritesPerPiece(model, guard), FixedInputs("Each micro-batch")
+        self.writes, self.fixed = WritesPerPiece(facts, guard), FixedInputs("Each micro-batch")
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         batch = self.batch_of(args, kwargs)

@@ -10,7 +10,7 @@ import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, MutableMapping
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from types import FrameType
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from meshwright.compiling import active_backend
 from meshwright.errors import AlreadyDistributedError
+from meshwright.facts import Facts
 from meshwright.faults.every_rank import EVALUATION
 from meshwright.faults.guard import Guard
 from meshwright.faults.statement import Statement
@@ -127,7 +128,7 @@ class ForwardState:
     """Hooks on the whole model that compare the ranks, decide whether logits stay sharded, and set the random stream.
 
     Args:
-        model: the model.
+        facts: what the model shows.
         inner: the modules inside the model that a program may call directly, such as transformers' base model.
         draws: what the model's passes draw.
         mesh: the axes. Ranks of tp, of cp and of pp must get the same inputs; ranks with different tokens share a loss.
@@ -154,7 +155,7 @@ class ForwardState:
         check_layers: a callback that raises if the program has put layers without the plan's hooks in place of others.
     """
 
-    model: nn.Module
+    facts: InitVar[Facts]
     inner: Iterable[nn.Module] = ()
     draws: DeviceDraws
     mesh: Mesh
@@ -177,11 +178,11 @@ class ForwardState:
     follow: Callable[[], None] = lambda: None
     check_layers: Callable[[], None] = lambda: None
 
-    def __post_init__(self) -> None:
-        self.dp = self.mesh.tokens
+    def __post_init__(self, facts: Facts) -> None:
+        self.model, self.dp = facts.model, self.mesh.tokens
         self._inputs = [ComparedInputs(axis) for axis in reversed(self.mesh.of_same_rows) if axis.size > 1]
-        self._added = AddedParameters(self.model, is_staged=self.mesh.pp.size > 1)
-        self._writes = ForwardWrites(self.model)
+        self._added = AddedParameters(facts, is_staged=self.mesh.pp.size > 1)
+        self._writes = ForwardWrites(facts)
         self._padded = PaddedRows(self.dp, self.guard)
         self._calls = RunningCalls()
         yield_next(None)  # what loaders gave before was not for this model

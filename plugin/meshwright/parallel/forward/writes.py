@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.errors import PlanError
+from meshwright.facts import Facts
 from meshwright.faults.guard import Guard
 from meshwright.faults.together import raise_if_any, succeed_together
 from meshwright.parallel.async_numbers import is_deferred
@@ -35,9 +36,9 @@ _Place = tuple[nn.Module, str, str]  # a module, the name of its attribute, and 
 class _WatchedState:
     """The tensors that a model holds, and when each was written last, by torch's version counters."""
 
-    def __init__(self, model: nn.Module):
-        self.places = list(_places(model, Tensor))
-        self.weights = list(model.named_parameters())
+    def __init__(self, facts: Facts):
+        self.places = list(_places(facts, Tensor))
+        self.weights = list(facts.named_parameters())
 
     def moments(self) -> list[tuple[object, int]]:
         """Return each tensor that is no weight, and its version."""
@@ -53,8 +54,8 @@ class _WatchedState:
 class ForwardWrites:
     """Tells whether the first training passes of a model, or passes before them, write any of its tensors."""
 
-    def __init__(self, model: nn.Module):
-        self._state = _WatchedState(model)
+    def __init__(self, facts: Facts):
+        self._state = _WatchedState(facts)
         self._passes = 0
         self._before: tuple[list[tuple[object, int]], list[int]] | None = None
 
@@ -138,19 +139,19 @@ class WritesPerPiece:
     named in a warning, since it may be used for nothing but a log.
 
     Args:
-        model: the model.
+        facts: what the model shows.
         guard: the guard, by which all ranks raise if one has found something; None on one process.
         layers: the decoder's layers, if the stages of a pipeline hold them. A save takes buffers from the first stage.
     """
 
-    def __init__(self, model: nn.Module, guard: Guard | None, layers: Iterable[nn.Module] = ()):
-        self._state = _WatchedState(model)
-        staged = {id(module) for layer in layers for module in layer.modules()}
+    def __init__(self, facts: Facts, guard: Guard | None, layers: Iterable[nn.Module] = ()):
+        self._state = _WatchedState(facts)
+        staged = {id(module) for layer in layers for module in facts.inside(layer)}
         self._saved_from_first = [
             id(module) in staged and key in module._buffers and key not in module._non_persistent_buffers_set
             for module, key, _ in self._state.places
         ]
-        self._number_places = list(_places(model, int | float))
+        self._number_places = list(_places(facts, int | float))
         self._guard = guard
         self._calls = 0
         self._seen: list[tuple[object, int]] = []
@@ -260,9 +261,9 @@ def _changed(name: str) -> PlanError:
     )
 
 
-def _places(model: nn.Module, kind: object) -> Iterator[_Place]:
+def _places(facts: Facts, kind: object) -> Iterator[_Place]:
     """Yield where modules hold values of a kind, other than parameters; buffers also where they are None."""
-    for path, module in model.named_modules():
+    for module, path in facts.names.items():
         for key in _own(module, kind):
             yield module, key, f"{path}.{key}".lstrip(".")
 

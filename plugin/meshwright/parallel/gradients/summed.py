@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from meshwright.autograd import Node, TensorFunction, keeps_graph, refuse_second_order
+from meshwright.facts import Facts
 from meshwright.layout.tensor_layout import TensorLayout, layout_of
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.async_numbers import is_known_one
@@ -247,11 +248,11 @@ class LossScale:
     are powers of 2, neither rounds.
 
     Args:
-        model: the model.
+        facts: what the model shows.
     """
 
-    def __init__(self, model: nn.Module):
-        self._dtypes = {parameter.dtype for parameter in model.parameters()}
+    def __init__(self, facts: Facts):
+        self._dtypes = {parameter.dtype for parameter in facts.parameters.values()}
         self._scaler: weakref.ref[GradScaler] | None = None
 
     def follow(self, scaler: GradScaler) -> None:

@@ -62,7 +62,7 @@ class ReplicaComparison:
 
     def __init__(
         self,
-        model: nn.Module,
+        named: Iterable[tuple[str, nn.Parameter]],
         *,
         mesh: Mesh,
         guard: Guard,
@@ -79,7 +79,7 @@ class ReplicaComparison:
         self._tensors = tensors
         self.losses = LossGradients()
         self.hooks: GradientHooks | None = None  # the program's hooks on the gradients, which all ranks run together
-        self._named = list(model.named_parameters())
+        self._named = list(named)
         self._optimizer: Optimizer | None = None
         self._stepped: Callable[[nn.Parameter], Tensor | None] | None = None
         self._steps = self._steps_seen = 0
@@ -95,7 +95,7 @@ class ReplicaComparison:
     def for_copy(self) -> ReplicaComparison:
         """Return a comparison without an optimizer for a copy of the model; pass the copy to :meth:`look_at`."""
         return ReplicaComparison(
-            nn.Module(),
+            (),
             mesh=self.mesh,
             guard=self.guard,
             every=self.every,

@@ -47,9 +47,9 @@ class ModuleTensors:
             for module in facts.names
             if (kept := [key for key, value in vars(module).items() if isinstance(value, Tensor)])
         }
-        self._staged = {id(module) for layer in layers for module in layer.modules()}
+        self._staged = {id(module) for layer in layers for module in facts.inside(layer)}
         self._numbers: dict[int, Tensor] = {}
-        self.capacity = sum(1 for _ in self.named()) + _SPARE
+        self.capacity = sum(1 for _ in self._in(facts.names.items())) + _SPARE
 
     def named(self, *, on_all_stages: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors that can be compared, each once, with their names.
@@ -58,8 +58,14 @@ class ModuleTensors:
             on_all_stages: whether to leave out tensors that only some stages of a pipeline use: those in layers, and
                 in modules with weights.
         """
+        modules = ((module, name) for name, module in self._model.named_modules())
+        return self._in(modules, on_all_stages=on_all_stages)
+
+    def _in(
+        self, modules: Iterable[tuple[nn.Module, str]], *, on_all_stages: bool = False
+    ) -> Iterator[tuple[str, Tensor]]:
         seen: set[int] = set()
-        for path, module in self._model.named_modules():
+        for module, path in modules:
             own: dict[str, object] = dict(module._buffers)
             own.update((key, vars(module).get(key)) for key in self._kept.get(module, ()))
             # Some kernels write a tensor without counting a version, so one written tensor speaks for its module.

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from meshwright.errors import PlanError
+from meshwright.facts import Facts
 from meshwright.layout.tensor_layout import layout_if_any
 
 
@@ -21,21 +22,18 @@ class AddedParameters:
     Without a registration a look costs the lengths of lists, since walking over a deep model takes milliseconds.
 
     Args:
-        model: the distributed model, whose parameters have layouts.
+        facts: what the distributed model shows, whose parameters have layouts.
         is_staged: whether each parameter must stay in its place, since the stages of a pipeline hold it there.
     """
 
-    def __init__(self, model: nn.Module, *, is_staged: bool = False):
+    def __init__(self, facts: Facts, *, is_staged: bool = False):
         _Registrations.count_from_now_on()
-        self._model, self._is_staged = model, is_staged
-        self._lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-        self._seen, self._places = self._moment(), self._parameters() if is_staged else {}
+        self._model, self._is_staged = facts.model, is_staged
+        self._lists = [module for module in facts.names if isinstance(module, nn.ModuleList)]
+        self._seen, self._places = self._moment(), _places(facts.parameters.items()) if is_staged else {}
 
     def _moment(self) -> tuple[int, ...]:
         return _Registrations.number, *map(len, self._lists)  # a deletion registers nothing
-
-    def _parameters(self) -> dict[str, int]:
-        return {name: id(p) for name, p in self._model.named_parameters(remove_duplicate=False)}
 
     def check(self) -> None:
         """Raise if parameters were added since the model was distributed, or moved between the stages of a pipeline.
@@ -47,7 +45,8 @@ class AddedParameters:
         if moment == self._seen:
             return
         check_none_added(self._model.named_parameters())
-        if self._is_staged and (now := self._parameters()) != self._places:
+        now = _places(self._model.named_parameters(remove_duplicate=False)) if self._is_staged else {}
+        if now != self._places:
             name = next(name for name in {**self._places, **now} if self._places.get(name) != now.get(name))
             raise PlanError(
                 f"{name} is another parameter than when the model was distributed, or is gone, but the stages of the "
@@ -55,6 +54,10 @@ class AddedParameters:
                 "tie modules before to_distributed, or use ParallelPlan(pp=1)"
             )
         self._seen = moment
+
+
+def _places(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, int]:
+    return {name: id(parameter) for name, parameter in parameters}
 
 
 def check_none_added(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
@@ -76,11 +79,12 @@ class KeptModules:
     BigBird's forward chooses an attention by the number of tokens.
 
     Args:
+        facts: what the model of the layer shows.
         layer: a layer whose modules have hooks.
     """
 
-    def __init__(self, layer: nn.Module):
-        self._modules = dict(layer.named_modules())
+    def __init__(self, facts: Facts, layer: nn.Module):
+        self._modules = dict(facts.named_inside(layer))
         self._handle = layer.register_forward_pre_hook(self._check)
 
     def _check(self, layer: nn.Module, args: object) -> None:

@@ -53,7 +53,7 @@ Shards = dict[int, tuple[Tensor, TensorLayout]]  # by ``id`` of the parameter th
 
 
 def make_shards(
-    model: nn.Module,
+    facts: Facts,
     layouts: Mapping[str, TensorLayout],
     mesh: Mesh,
     device: torch.device,
@@ -63,7 +63,7 @@ def make_shards(
     """Return each parameter's layout and its shard on this rank, passed through ``keep``. The model is not changed."""
     shards: Shards = {}
     # Largest first: a shard may need its full tensor, and the fewest other shards are in memory at the start.
-    named = sorted(model.named_parameters(remove_duplicate=False), key=lambda item: -item[1].numel())
+    named = sorted(facts.parameters.items(), key=lambda item: -item[1].numel())
     for name, parameter in named:
         if id(parameter) not in shards:
             layout = layouts[name] if name in layouts else TensorLayout.whole(parameter, mesh.tp.size)
@@ -82,12 +82,12 @@ def make_shards(
     return shards
 
 
-def attach_shards(model: nn.Module, shards: Shards) -> None:
+def attach_shards(facts: Facts, shards: Shards) -> None:
     """Give each parameter its shard, its layout, and this rank's part of its gradient, if it has one.
 
     The parameters stay the same objects, so the user's lists, hooks and optimizers still refer to them.
     """
-    for parameter in model.parameters():
+    for _, parameter in facts.named_parameters():
         shard, layout = shards[id(parameter)]
         gradient, parameter.grad = parameter.grad, None
         _set_values(parameter, shard)
@@ -147,7 +147,7 @@ def install_tensor_parallel(
     in_routed = SequenceSharding(axis) if structure.routed else None
     inside = {id(module) for owner in structure.routed for module in structure.facts.inside(owner)}
     blocks = [
-        BlockHooks(block, axis, in_routed if id(block.module) in inside else sequence, streams)
+        BlockHooks(structure.facts, block, axis, in_routed if id(block.module) in inside else sequence, streams)
         for block in structure.blocks
     ]
     if in_routed is not None:
@@ -160,7 +160,7 @@ def install_tensor_parallel(
     if structure.blocks:
         SecondInputs(structure.layers, structure.blocks, structure.whole.values(), axis, sequence)
     for layer in structure.layers:
-        KeptModules(layer)
+        KeptModules(structure.facts, layer)
     for block in structure.blocks:
         block.localise(axis.rank)
     share_output_projections(blocks)

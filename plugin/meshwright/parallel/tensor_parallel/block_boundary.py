@@ -34,6 +34,7 @@ from torch.autograd.graph import Node as GraphNode
 from torch.utils.hooks import RemovableHandle
 
 from meshwright.errors import PlanError
+from meshwright.facts import Facts
 from meshwright.mesh.axes import Axis
 from meshwright.parallel import saved_tensors as saved
 from meshwright.parallel.autograd_graph import bypasses, in_backward
@@ -164,10 +165,12 @@ class _BlockPass:
 class BlockHooks:
     """Hooks that gather or share the input of one block and reduce its result."""
 
-    def __init__(self, block: Block, axis: Axis, sequence: SequenceSharding | None, streams: DropoutStreams):
+    def __init__(
+        self, facts: Facts, block: Block, axis: Axis, sequence: SequenceSharding | None, streams: DropoutStreams
+    ):
         self.axis, self.sequence, self.streams = axis, sequence, streams
         self._restore: Restore | None = None
-        self._rates = Rates(block.module)
+        self._rates = Rates(facts, block.module)
         self._bias: nn.Parameter | None = None
         self._name, self._is_whole_module = block.name, block.entries == (block.module,)
         self._names = tuple(inspect.signature(block.reader.forward).parameters)

@@ -310,16 +310,16 @@ def weight_casts(model: nn.Module) -> dict[int, WeightCast]:
 
 
 @contextlib.contextmanager
-def plain_weights(model: nn.Module) -> Iterator[None]:
+def plain_weights(facts: Facts) -> Iterator[None]:
     """Make the weights of torchao's class plain parameters, the same objects; undo it if the context raises.
 
     Raises:
         PlanError: if torchao has made two parameters of a tied weight.
     """
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = {id(parameter): name for name, parameter in facts.named_parameters()}
     swapped: list[tuple[nn.Parameter, nn.Parameter]] = []
     try:
-        for name, layer in float8_layers(model):
+        for name, layer in float8_layers(facts):
             weight = layer.weight
             inner = getattr(weight, "_tensor", None) if layer.config.enable_fsdp_float8_all_gather else None
             if inner is None:

@@ -187,11 +187,11 @@ def _slices(module: nn.Module, name: str, parameter: nn.Parameter, etp: int, own
 
 def _is_own_code(name: str, module: nn.Module) -> bool:
     """Return whether a module that code of the family's own calls holds the stacked weights of several experts."""
-    weights = list(module.parameters())
-    holds_layers = any(
-        is_projection(m) or isinstance(m, nn.Embedding | nn.modules.conv._ConvNd) for m in module.modules()
-    )
-    return bool(weights) and not holds_layers and (name == "experts" or all(weight.ndim == 3 for weight in weights))
+    weights = module.parameters()
+    first = next(weights, None)
+    if first is None or (name != "experts" and not (first.ndim == 3 and all(weight.ndim == 3 for weight in weights))):
+        return False
+    return not any(is_projection(m) or isinstance(m, nn.Embedding | nn.modules.conv._ConvNd) for m in module.modules())
 
 
 def _is_gate(module: nn.Module) -> bool:
