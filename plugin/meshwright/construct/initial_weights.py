@@ -10,7 +10,6 @@ import contextlib
 import copy
 import hashlib
 import inspect
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +25,7 @@ from meshwright.construct.init_recording import Tape
 from meshwright.errors import PlanError, UninitialisedParameterError
 from meshwright.facts import Facts
 from meshwright.faults.memory_digest import memory_digest
-from meshwright.faults.together import take_from_first, texts_of_all
+from meshwright.faults.together import take_from_first
 from meshwright.layout.packed_weights import Attribute, matrix_shape, own_statistics, packed_modules, statistics_of
 from meshwright.layout.row_layout import numel
 from meshwright.layout.tensor_layout import TensorLayout
@@ -194,12 +193,27 @@ class InitialWeights:
 
     def _own_tensors(self, facts: Facts) -> list[Tensor]:
         """Return the tensors that already have values and that the model starts from."""
-        found = [t for t in facts.tensors() if not t.is_meta and id(t) not in self.names]
+        found = [t.detach() for t in facts.tensors() if not t.is_meta and id(t) not in self.names]
         statistics = [x for x in statistics_of(facts) if not x.is_meta]
         return [*found, *statistics, *self.values.values()]
 
-    def equalise(self, facts: Facts, mesh: Mesh, device: torch.device) -> bool:
+    def digests(self, facts: Facts, device: torch.device) -> list[str]:
+        """Return digests of the form of the weights, of what their recipes draw, and of their values."""
+        tensors, tapes = self._own_tensors(facts), self._tapes
+        form = [
+            *(len(self.recipes), len(self.values), sorted(self.names.values())),
+            *([(tuple(t.shape), t.dtype) for t in tensors], *(tape.form() for tape in tapes)),
+        ]
+        digests = torch.stack([memory_digest(t).to(device) for t in tensors]).tolist() if tensors else []
+        return [_text_digest(form), _digest(tapes), _text_digest(digests)]
+
+    def equalise(self, facts: Facts, ranks: list[list[str]], device: torch.device) -> bool:
         """Give every rank the first rank's weights if they differ, for example because no seed was set.
+
+        Args:
+            facts: what the model shows.
+            ranks: the :meth:`digests` of all ranks.
+            device: a device from which the process group can send.
 
         Returns:
             Whether any rank's weights differed.
@@ -207,34 +221,29 @@ class InitialWeights:
         Raises:
             PlanError: if the ranks did not build the same model.
         """
-        if mesh.size == 1:
-            return False
-        tensors = [t.detach() for t in self._own_tensors(facts)]
-        tapes = list({id(recipe.tape): recipe.tape for recipe in self.recipes.values()}.values())
-        form = [
-            *(len(self.recipes), len(self.values), sorted(self.names.values())),
-            *([(tuple(t.shape), t.dtype) for t in tensors], *(tape.form() for tape in tapes)),
-        ]
-        digests = torch.stack([memory_digest(t).to(device) for t in tensors]).tolist() if tensors else []
-        own = [_text_digest(form), _digest(tapes), _text_digest(digests)]
-        ranks = [json.loads(text) for text in texts_of_all(json.dumps(own))]
         first = ranks[0]
+        if all(digests == first for digests in ranks):
+            return False
         if others := [rank for rank, (other, *_) in enumerate(ranks) if other != first[0]]:
             raise PlanError(
                 f"rank(s) {', '.join(map(str, others))} built another model than rank 0, or passed another "
                 "ToDistributedConfig.weights, so weights would be initialised differently or come from other sources. "
                 "Build the same model and pass the same weights on every rank"
             )
-        drawn = [x for tape in tapes for x in (*tape.states, *tape.constants())]
+        drawn = [x for tape in self._tapes for x in (*tape.states, *tape.constants())]
         differing = [
             x
-            for place, group in ((1, drawn), (2, tensors))
+            for place, group in ((1, drawn), (2, self._own_tensors(facts)))
             if any(rank[place] != first[place] for rank in ranks)
             for x in group
         ]
         for tensor in differing:
             take_from_first(tensor, device)
         return bool(differing)
+
+    @property
+    def _tapes(self) -> list[Tape]:
+        return list({id(recipe.tape): recipe.tape for recipe in self.recipes.values()}.values())
 
     def _lacking(self, facts: Facts) -> dict[str, Tensor]:
         """Return the tensors on the meta device that have no source, by name."""

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -22,7 +21,6 @@ from meshwright.data.nested import why_no_batch
 from meshwright.distribute.quantised import is_packed, is_quantised, method_of
 from meshwright.errors import AlreadyDistributedError, PlanError
 from meshwright.facts import Facts
-from meshwright.faults.together import texts_of_all
 from meshwright.mesh.host import check_is_alone
 from meshwright.mesh.process_group import node_count, world_size
 from meshwright.model_kinds import kind_of
@@ -305,10 +303,6 @@ def _extent(x: Tensor) -> tuple[int, int]:
     return start * x.element_size(), (start + last + 1) * x.element_size()
 
 
-# The options of ToDistributedConfig that decide which collectives run; others, such as a folder, may differ by rank.
-_OF_ALL_RANKS = ("gather_logits", "token_dispatcher", "bucket_size_mb", "compile", "check_replicas_every", "draws")
-
-
 def check_devices(device_num: int | None, node_num: int | None) -> None:
     """Check the ``device_num`` and ``node_num`` of a call against the launched processes.
 
@@ -364,22 +358,3 @@ def check_launch(plan: ParallelPlan) -> None:
             f"launch with: torchrun --nproc-per-node {plan.world_size} SCRIPT\n"
             f"The plan's ranks:\n{plan.dims.rank_grid()}"
         )
-
-
-def check_agreement(plan: ParallelPlan, config: ToDistributedConfig) -> None:
-    """Check that all ranks have the same plan and options, before they make collectives that would not match.
-
-    Raises:
-        PlanError: on every rank, if they differ; the message shows what two of the ranks have.
-    """
-    if not dist.is_initialized() or world_size() == 1:
-        return
-    options = ", ".join(f"{name}={getattr(config, name)!r}" for name in _OF_ALL_RANKS)
-    ranks = [text.split("\n") for text in texts_of_all(f"{plan}\n{options}")]
-    for what, said in zip(("plans", "options"), zip(*ranks, strict=True), strict=True):
-        for rank, other in enumerate(said):
-            if other != said[0]:
-                raise PlanError(
-                    f"the ranks were given different {what}; rank 0: {said[0]}, rank {rank}: {other}. Every process "
-                    "must make the same call"
-                )

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -26,9 +25,8 @@ from meshwright.optim.runtime import Runtime, attach
 from meshwright.optim.state_dicts import guard_model
 from meshwright.optim.zero.zero3_layers import ShardedWeights
 from meshwright.parallel.batch.items import BatchFormat
-from meshwright.parallel.collectives import agree
 from meshwright.parallel.draws.device_draws import DeviceDraws
-from meshwright.parallel.dropout_streams import DropoutStreams, dropout_seed
+from meshwright.parallel.dropout_streams import DropoutStreams
 from meshwright.parallel.shards.stand_in import reading_shards
 from meshwright.parallel.tensor_parallel.apply import guard_shards, share_partial_gradients
 from meshwright.roles.adapters import close_changes
@@ -76,19 +74,19 @@ FEATURES = (
 )
 
 
-def distribute(build: Build, optimizer: Optimizer | None, make: Make) -> None:
+def distribute(build: Build, optimizer: Optimizer | None, make: Make, *, seed: int) -> None:
     """Give the model its shards and its hooks, and make operations raise that would read a shard as the whole.
 
     Args:
         build: the model and what was decided about it.
         optimizer: the optimizer over the model's parameters, if the call has one.
         make: the function that computes this rank's shards; see :func:`make_weights`.
+        seed: the seed of the dropout streams, the same on all ranks.
     """
     model, runtime = build.model, build.runtime
     succeed_together(lambda: make_weights(build, make)).attach(build.facts)
     if any(x.device != build.device for x in build.facts.tensors()):
         model.to(build.device)  # not for nothing, since HQQ's layers then make their parameters anew, without a layout
-    seed = int(agree(torch.tensor([dropout_seed()], device=build.device), *runtime.mesh.factors.values()))
     install(build, optimizer, seed=seed)
     if runtime.engine is None:
         guard_weights(build)

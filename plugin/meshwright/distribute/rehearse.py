@@ -37,7 +37,23 @@ logger = logging.getLogger(__name__)
 _ROWS = 2
 
 
-def rehearsed(decision: Decision, mesh: Mesh, device: torch.device) -> Decision:
+def brought_into(decision: Decision) -> str:
+    """Return what the program brought into the parts that tp cuts, for :func:`rehearsed`; "" for nothing."""
+    structure = decision.structure
+    if not isinstance(structure, DecoderStructure) or decision.plan.tp == 1:
+        return ""
+    own: dict[str, list[str]] = {}
+    inside = (m for owner in structure.routed for m in structure.facts.inside(owner) if m is not owner)
+    routed = next((source_of(hook) for m in inside for hook in hooks_of(m) if is_foreign(hook)), "")
+    every = "".join(f"{source_of(hook)}" for hook in hooks_of_all_modules()[:1])
+    for block in structure.blocks if not every else ():
+        if hooks := [hook for m in block.inside for hook in hooks_of(m) if is_foreign(hook)]:
+            own[source_of(hooks[0])] = [*own.get(source_of(hooks[0]), ()), *block.names]
+    found = _Brought(structure).found()
+    return json.dumps([every, routed, found, own]) if every or routed or found or own else ""
+
+
+def rehearsed(decision: Decision, mesh: Mesh, device: torch.device, brought: list[str]) -> Decision:
     """Return a decision with the parts whole that a trial over the ranks of tp does not show equal.
 
     Every rank must make the call, before weights are cut. Under cp, what a trial of some tokens does not show equal is
@@ -47,6 +63,7 @@ def rehearsed(decision: Decision, mesh: Mesh, device: torch.device) -> Decision:
         decision: how the plan would cut the decoder.
         mesh: the axes.
         device: the device of the ranks' weights.
+        brought: what :func:`brought_into` returned on each rank.
 
     Raises:
         PlanError: on every rank, if a part computes something else that cannot stay whole.
@@ -57,7 +74,7 @@ def rehearsed(decision: Decision, mesh: Mesh, device: torch.device) -> Decision:
     if not isinstance(structure, DecoderStructure) or mesh.tp.size == 1:
         return decision
     rehearsal = _Rehearsal(structure, mesh, device)
-    if hooked := _hooked_inside(structure, rehearsal.found()):
+    if hooked := _hooked_inside(structure, brought):
         decision = with_roles(decision, keep_whole(structure.roles, structure.facts, hooked))
         structure = decision.structure
         assert isinstance(structure, DecoderStructure)
@@ -66,26 +83,19 @@ def rehearsed(decision: Decision, mesh: Mesh, device: torch.device) -> Decision:
     return decision if roles is structure.roles else with_roles(decision, roles)
 
 
-def _hooked_inside(structure: DecoderStructure, brought: list[list[str]]) -> list[str]:
+def _hooked_inside(structure: DecoderStructure, brought: list[str]) -> list[str]:
     """Return the names of what stays whole, so that hooks of the program inside of it see whole values.
 
     Args:
         structure: the decoder's structure.
-        brought: what is to be tried, which must be equal on all ranks, since they try it together.
+        brought: what :func:`brought_into` returned on each rank. What is to be tried must be equal on all ranks, since
+            they try it together.
 
     Raises:
         PlanError: on every rank, if one has hooks on all modules of torch, or inside of what routes tokens to experts,
             or if the program brought something else on another rank.
     """
-    own: dict[str, list[str]] = {}
-    inside = (m for owner in structure.routed for m in owner.modules() if m is not owner)
-    routed = next((source_of(hook) for m in inside for hook in hooks_of(m) if is_foreign(hook)), "")
-    every = "".join(f"{source_of(hook)}" for hook in hooks_of_all_modules()[:1])
-    for block in structure.blocks if not every else ():
-        if hooks := [hook for m in block.inside for hook in hooks_of(m) if is_foreign(hook)]:
-            own[source_of(hooks[0])] = [*own.get(source_of(hooks[0]), ()), *block.names]
-    text = json.dumps([every, routed, brought, own]) if every or routed or brought or own else ""
-    said = [json.loads(text or '["", "", [], {}]') for text in texts_of_all(text)]
+    said = [json.loads(text or '["", "", [], {}]') for text in brought]
     of_ranks: list[set[tuple[str, ...]]] = [{tuple(one) for one in theirs} for _, _, theirs, _ in said]
     every_one = {one for theirs in of_ranks for one in theirs}
     if differing := sorted(one for one in every_one if not all(one in theirs for theirs in of_ranks)):
@@ -126,15 +136,13 @@ def _share(facts: Facts, names: Iterable[str]) -> float:
     return 100 * sum(p.numel() for p in own) / sum(p.numel() for p in facts.parameters_inside(facts.model))
 
 
-class _Rehearsal:
-    """The trials of one decoder's parts."""
+class _Brought:
+    """What the program brought into the parts of one decoder."""
 
-    def __init__(self, structure: DecoderStructure, mesh: Mesh, device: torch.device):
-        self.facts, self.structure, self.mesh, self.device = structure.facts, structure, mesh, device
-        self.names = self.facts.names
+    def __init__(self, structure: DecoderStructure):
+        self.structure, self.facts, self.names = structure, structure.facts, structure.facts.names
         self.brought = Brought()
         self._inside: dict[nn.Module, list[str]] = {}
-        self._length = 2 * mesh.tp.size
 
     def inside(self, module: nn.Module) -> list[str]:
         """Return the names of what the program brought into a module, in it."""
@@ -152,6 +160,15 @@ class _Rehearsal:
             for module in parts
             for inner in self.inside(module)
         ]
+
+
+class _Rehearsal(_Brought):
+    """The trials of one decoder's parts."""
+
+    def __init__(self, structure: DecoderStructure, mesh: Mesh, device: torch.device):
+        super().__init__(structure)
+        self.mesh, self.device = mesh, device
+        self._length = 2 * mesh.tp.size
 
     def of_words(self, roles: ShardingPlan) -> ShardingPlan:
         """Try the embeddings and the head, and return the roles with those whole that differ."""

@@ -28,7 +28,6 @@ from meshwright.data.loader import DistributedLoader, made_together
 from meshwright.data.peers import LoaderMesh
 from meshwright.distribute.attach_optimizer import complete, plan_to_complete
 from meshwright.distribute.check_arguments import (
-    check_agreement,
     check_arguments,
     check_devices,
     check_launch,
@@ -37,6 +36,7 @@ from meshwright.distribute.check_arguments import (
 )
 from meshwright.distribute.decide import decide
 from meshwright.distribute.installation import distribute
+from meshwright.distribute.meeting import Statement, meet
 from meshwright.distribute.quantised import finish_loading
 from meshwright.distribute.rehearse import rehearsed
 from meshwright.errors import PlanError
@@ -44,7 +44,6 @@ from meshwright.facts import Facts
 from meshwright.faults.collective_log import set_timeouts
 from meshwright.faults.equal_errors import say_equal_texts_once
 from meshwright.faults.guard import Guard, start_guard
-from meshwright.faults.together import succeed_together
 from meshwright.features.decision import Build, Decision
 from meshwright.mesh.axes import Mesh
 from meshwright.mesh.host import check_device_num, warn_of_unused_gpus
@@ -226,8 +225,7 @@ def _distribute(
     plan, is_picked = _choose(facts.model, optimizer, dataloader, config, node_num, device)
     decision = decide(facts, plan, config, optimizer=optimizer, loss=loss, device=device)
 
-    mesh, guard = _meet(plan, config, device)
-    weights = _equal_weights(facts, config, mesh, device)
+    mesh, guard, weights, statements = _meet(decision, device)
     shown = None if config.logging_steps is None else Preparation.make(facts.model, config, optimizer=optimizer)
     loader = None if dataloader is None else _make_loader(dataloader, mesh, device, decision)
     runtime = Runtime(mesh=mesh, guard=guard, plan=plan, plan_source=source_of_plan(config, is_picked=is_picked))
@@ -235,8 +233,8 @@ def _distribute(
         runtime.gradients.engine = Engine(config.engine)
     # A program that does not expect a pipeline may read evaluated logits.
     runtime.features.add(WholeLogits(in_training=config.gather_logits, in_evaluation=is_picked))
-    build = Build.of(rehearsed(decision, mesh, device), runtime, device)
-    distribute(build, optimizer, weights.make)
+    build = Build.of(rehearsed(decision, mesh, device, [x.brought for x in statements]), runtime, device)
+    distribute(build, optimizer, weights.make, seed=statements[0].seed)
 
     _warn_of_dtypes(facts, optimizer, plan)
     if shown is not None:
@@ -274,20 +272,15 @@ def _choose(
     return plan, is_picked
 
 
-def _meet(plan: ParallelPlan, config: ToDistributedConfig, device: torch.device) -> tuple[Mesh, Guard | None]:
-    """Join the other ranks, compare with them what the call was given, and return the mesh and the guard."""
+def _meet(decision: Decision, device: torch.device) -> tuple[Mesh, Guard | None, InitialWeights, list[Statement]]:
+    """Join the other ranks, compare with them what the call was given, and make equal what weights the model has.
+
+    Returns:
+        The mesh, the guard, the weights to begin with, and what all ranks have said.
+    """
+    facts, config = decision.facts, decision.config
     guard = _join(device, config)
     warn_of_unused_gpus(device, dist.get_rank() if dist.is_initialized() else 0)
-    check_agreement(plan, config)
-    mesh = Mesh.build(plan.dims, device.type)
-    if guard is not None:
-        guard.set_coordinates(mesh.coordinates)
-        set_timeouts(config.timeout_s)  # also for the groups just made
-    return mesh, guard
-
-
-def _equal_weights(facts: Facts, config: ToDistributedConfig, mesh: Mesh, device: torch.device) -> InitialWeights:
-    """Find the weights to begin with, and make those that the ranks have built equal."""
     source = settled(config.weights)
 
     def find() -> InitialWeights:
@@ -295,10 +288,14 @@ def _equal_weights(facts: Facts, config: ToDistributedConfig, mesh: Mesh, device
             flash_function(attention)  # whose package may not load
         return InitialWeights.find(facts, source)
 
-    weights = succeed_together(find)
-    if weights.equalise(facts, mesh, device):
+    weights, statements = meet(decision, find, device)
+    mesh = Mesh.build(decision.plan.dims, device.type)
+    if guard is not None:
+        guard.set_coordinates(mesh.coordinates)
+        set_timeouts(config.timeout_s)  # also for the groups just made
+    if weights.equalise(facts, [statement.weights for statement in statements], device):
         logger.warning("the ranks built the model with different weights; all of them now use those of the first rank")
-    return weights
+    return mesh, guard, weights, statements
 
 
 def _log(build: Build) -> None:
