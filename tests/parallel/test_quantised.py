@@ -14,9 +14,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import meshwright as mw
+from meshwright.construct.initial_weights import own_statistics
 from meshwright.distribute.quantised import check_quantised
 from meshwright.facts import Facts
-from meshwright.layout.packed_weights import PackedMatrix, own_statistics
+from meshwright.layout.packed_weights import PackedMatrix
 from meshwright.layout.row_layout import RowLayout
 from meshwright.roles.blocks.block import cut_over_tp
 from support.exact import relative_difference

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +18,6 @@ from torch import Tensor, nn
 from meshwright.errors import PlanError
 from meshwright.facts import Facts
 from meshwright.layout.row_layout import RowLayout
-
-if TYPE_CHECKING:
-    from meshwright.layout.tensor_layout import TensorLayout
 
 Attribute = tuple[dict[str, Any], str, Any]  # the dict of an object that has an attribute, its name, and its value
 
@@ -166,59 +163,3 @@ def packed_without_values(model: nn.Module | Facts) -> dict[str, Tensor]:
     """Return the packed weights on the meta device, by name."""
     found = {f"{name}.weight".lstrip("."): module.weight for name, module, _ in packed_modules(model)}
     return {name: weight for name, weight in found.items() if weight.is_meta}
-
-
-def own_statistics(
-    module: Any, packing: PackedMatrix, shard: Tensor, layout: TensorLayout, stored: Any = None
-) -> Iterator[Attribute]:
-    """Yield the attributes that a module gets together with a rank's shard of its packed weight.
-
-    Args:
-        module: the module, of which nothing is changed.
-        packing: how its weight is stored.
-        shard: what this rank has of the weight.
-        layout: the layout of the weight.
-        stored: the statistics of the whole weight as a checkpoint has them; None for those that the module has.
-    """
-    # On some CPUs bitsandbytes would round the weights to bfloat16 in evaluation, and could train no more.
-    yield vars(module), "support_avx512bf16_for_cpu", False
-    weight = module.weight
-    if packing.block == 1:
-        scales = next(x for x in (stored, weight.SCB, module.state.SCB) if x is not None)
-        whole = PackedMatrix(shape=layout.shape, values=1, block=1)
-        yield vars(weight), "SCB", _of_rank(scales, whole, layout, shard.device)
-        yield vars(weight), "CB", shard
-        yield from ((vars(module.state), name, None) for name in ("SCB", "CB"))  # where the first pass moves them
-        return
-    state = weight.quant_state if stored is None else stored
-    own = dict(vars(state))
-    if layout.is_sharded:
-        absmax = flat_statistics(state) if layout.is_held else state.absmax
-        own |= {"absmax": _of_rank(absmax, packing, layout, shard.device), "nested": False}
-        own |= {"state2": None, "offset": None, "shape": state.shape}
-        if layout.is_held:
-            own["shape"] = torch.Size((shard.shape[0], shard.shape[1] * packing.values))
-        else:
-            own["code"] = torch.zeros(state.code.shape, device=shard.device)
-    yield from ((vars(weight.quant_state), name, value) for name, value in own.items())
-
-
-def _of_rank(statistics: Tensor, packing: PackedMatrix, layout: TensorLayout, device: torch.device) -> Tensor:
-    """Return the statistics of a rank's blocks, of those of the whole weight."""
-    if not layout.is_held:
-        return torch.zeros(1, device=device).expand(statistics.shape)  # no memory, as the weight
-    for axis, rows in layout.cuts:
-        statistics = packing.statistics(statistics, rows, layout.rank(axis))
-    return statistics.to(device)
-
-
-def flat_statistics(state: Any) -> Tensor:
-    """Return the statistics of a 4-bit weight in float32, as bitsandbytes itself computes quantised ones."""
-    absmax: Tensor = state.absmax
-    if not state.nested:
-        return absmax
-    second = state.state2
-    dequantize = torch.ops.bitsandbytes.dequantize_blockwise.default
-    flat: Tensor = dequantize(absmax, second.absmax, second.code.to(absmax.device), second.blocksize, second.dtype)
-    flat += state.offset
-    return flat.float()
