@@ -6,7 +6,6 @@ import contextlib
 import importlib
 import io
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -61,7 +61,9 @@ def test_every_section_passes_on_a_cpu(minutes: float, preloaded_python: Path, t
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_every_section_finds_a_planted_fault(preloaded_python: Path, tmp_path: Path) -> None:
-    code, sections = run(preloaded_python, tmp_path, "--plant", "--minutes", "0.1")  # each stops after its first check with a goal
+    code, sections = run(
+        preloaded_python, tmp_path, "--plant", "--minutes", "0.1"
+    )  # each stops after its first check with a goal
     assert code == 1
     assert [one["state"] for one in sections] == ["failed"] * len(NAMES), (tmp_path / "log.txt").read_text()
 

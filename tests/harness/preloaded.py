@@ -3,7 +3,7 @@
 ``commands`` writes stand-ins for ``python``, ``torchrun`` and others into a folder. Each hands its arguments,
 environment, working directory, open files, signals and namespaces to the server, which runs what the real program would
 run, and ends with the exit code of that, or by the same signal. To the program the stand-in is ``sys.executable``, so
-that the processes which it starts have the imports done, too. Its process and parent are other ones than the stand-in's.
+that processes which it starts have the imports done, too. Its process and parent are other ones than the stand-in's.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def is_handed_on(descriptor):
         return False
 numbers = sorted(filter(is_handed_on, map(int, os.listdir("/dev/fd"))))
 spaces = [f"/proc/self/ns/{{kind}}" for kind in ("net", "uts") if os.path.exists("/proc/self/ns")]
-call = {{"arguments": {before!r} + sys.argv[1:], "cwd": os.getcwd(), "environment": dict(os.environ), "mask": list(mask),
-        "numbers": numbers}}
+call = {{"arguments": {before!r} + sys.argv[1:], "cwd": os.getcwd(), "environment": dict(os.environ),
+        "mask": list(mask), "numbers": numbers}}
 text = json.dumps(call).encode()
 connection = socket.socket(socket.AF_UNIX)
 connection.connect({address!r})
@@ -169,9 +169,9 @@ def _inherit(numbers: list[int], descriptors: list[int]) -> None:
     for number, descriptor in zip(numbers, moved, strict=False):
         os.dup2(descriptor, number)
     for kind, descriptor in zip(("net", "uts"), moved[len(numbers) :], strict=False):
-        if not os.path.samestat(os.fstat(descriptor), os.stat(f"/proc/self/ns/{kind}")):
-            if ctypes.CDLL(None, use_errno=True).setns(descriptor, 0):
-                raise OSError(ctypes.get_errno(), f"the {kind} namespace could not be entered")
+        is_ours = os.path.samestat(os.fstat(descriptor), os.stat(f"/proc/self/ns/{kind}"))
+        if not is_ours and ctypes.CDLL(None, use_errno=True).setns(descriptor, 0):
+            raise OSError(ctypes.get_errno(), f"the {kind} namespace could not be entered")
     for descriptor in moved:
         os.close(descriptor)
 

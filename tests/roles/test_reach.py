@@ -68,7 +68,9 @@ def test_tiny_config_has_each_kind_of_layer(family: str) -> None:
 
 
 @pytest.mark.parametrize(("mapping", "family", "plans", "status"), crossings(SOME, one_in=2))
-def test_sweep_compares_some_types(mapping: str, family: str, plans: tuple[str, ...], status: str, preloaded_python: Path) -> None:
+def test_sweep_compares_some_types(
+    mapping: str, family: str, plans: tuple[str, ...], status: str, preloaded_python: Path
+) -> None:
     code = f"from conformance.families.reach import run_type; print(run_type({mapping!r}, {family!r}, {plans!r}))"
     found = subprocess.run([preloaded_python, "-c", code], capture_output=True, text=True, check=True).stdout
     assert found.count(f"status='{status}'") == len(plans), found
