@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,8 @@ TIME_LIMIT = 240  # seconds; about 20 on a free machine
 def run_demo(python: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "CUDA_VISIBLE_DEVICES": ""}
-    command = [str(python), "-m", "examples.demo", *flags]
+    environment["PYTHON_EXEC"] = str(python)  # of the ranks alone: the proof checks that its process has no plugin
+    command = [sys.executable, "-m", "examples.demo", *flags]
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
