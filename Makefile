@@ -4,7 +4,7 @@ PYTHON ?= python3.11
 TORCH ?= $(shell sed -n '/^torch==/p' constraints.txt)
 
 BIN := .venv/bin
-PIP = $(BIN)/python -m pip install --constraint .venv/constraints.txt
+PIP = $(BIN)/python -m pip install $(PIP_OPTIONS) --constraint .venv/constraints.txt
 # What is installed depends on these alone, whatever the files' dates say.
 KEY := $(shell { cat pyproject.toml constraints.txt; echo '$(TORCH)'; } | cksum | cut -d ' ' -f 1)
 INSTALLED := .venv/.installed-$(KEY)
@@ -52,7 +52,7 @@ IN_PARALLEL = -q -n $(WORKERS) --dist worksteal --junitxml=build/tests/$@.xml
 PYTEST = $(BIN)/python -m pytest $(IN_PARALLEL)
 OLD_HF_PYTEST = $(OLD_HF_BIN)/python -m pytest $(IN_PARALLEL) $(OLD_HF_TESTS) -m 'not crossing and not nightly'
 
-.PHONY: help setup browser slurm clusters demo test-quick test test-all test-nightly test-old-hf test-s3 test-oldest test-newest coverage wheel kills random-kills resumes lint docs bench bench-data bench-checkpoints bench-planner bench-choice bench-context bench-experts bench-owners bench-referee bench-host gpu families programs verify clean
+.PHONY: help setup browser slurm clusters demo test-quick test test-all test-nightly old-hf test-old-hf test-s3 test-oldest test-newest coverage wheel kills random-kills resumes lint types style docs bench bench-data bench-checkpoints bench-planner bench-choice bench-context bench-experts bench-owners bench-referee bench-host gpu families programs verify clean
 .DEFAULT_GOAL := help
 
 help:
@@ -110,9 +110,11 @@ test: $(TESTABLE)
 
 # One run for the cases of `make test` and the crossings, so that they are collected once and the pools start once. The
 # old versions are installed first: what is not to be had is said at once.
-test-all: $(OLD_HF_INSTALLED)
+test-all: old-hf
 	$(PYTEST) -m 'not nightly'
 	$(MAKE) test-old-hf
+
+old-hf: $(OLD_HF_INSTALLED)
 
 test-nightly: $(TESTABLE)
 	$(PYTEST) -m nightly
@@ -148,12 +150,17 @@ wheel:
 	.venv-wheel/bin/python -m pip check
 	.venv-wheel/bin/python -P .ci/try_wheel.py
 
-lint: $(TESTABLE)
+# With make -j2 the types, which take most of the time, are checked beside the rest.
+lint: types style
+
+types: $(TESTABLE)
+	$(BIN)/mypy
+
+style: $(TESTABLE)
 	$(BIN)/python .ci/sizes.py
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/lint-imports
-	$(BIN)/mypy
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --site-dir .mkdocs_check && rm -rf .mkdocs_check  # --quiet drops warnings
 
 docs: $(INSTALLED)
@@ -261,7 +268,7 @@ $(OLD_HF_INSTALLED): $(TESTABLE)
 	$(BIN)/python -m venv --clear .venv-old-hf  # of the same Python
 	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
 		> "$$($(OLD_HF_BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/beside.pth"
-	$(OLD_HF_BIN)/python -m pip install --quiet $(OLD_HF) \
+	$(OLD_HF_BIN)/python -m pip install --quiet $(PIP_OPTIONS) $(OLD_HF) \
 		|| { echo '$(OLD_HF) could not be installed from the package index (the lines above say why). The tests with' \
 			'the oldest versions need it once. To run the others without it: make test, and pytest -m crossing' >&2; exit 1; }
 	touch $@

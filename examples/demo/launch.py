@@ -44,7 +44,8 @@ def launch(settings: Settings) -> None:
             # passed on, every process would print a traceback.
             signals_to_handle="SIGTERM,SIGHUP",
         )
-        elastic_launch(config, sys.executable)("-m", "examples.demo.train", str(settings.path))
+        python = os.environ.get("PYTHON_EXEC", sys.executable)  # as for torchrun
+        elastic_launch(config, python)("-m", "examples.demo.train", str(settings.path))
 
 
 def _environment(world_size: int) -> dict[str, str]:

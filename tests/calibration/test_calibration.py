@@ -8,7 +8,6 @@ import json
 import math
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -324,7 +323,7 @@ def test_the_report_says_what_the_band_means(fields: dict[str, object], remarks:
 
 
 @pytest.mark.crossing
-def test_two_processes_measure_and_plan(tmp_path: Path) -> None:
+def test_two_processes_measure_and_plan(tmp_path: Path, preloaded_python: Path) -> None:
     path, config = tmp_path / "profile.json", tmp_path / "config.json"
     config.write_text(
         json.dumps(
@@ -334,7 +333,7 @@ def test_two_processes_measure_and_plan(tmp_path: Path) -> None:
     )  # fmt: skip
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     environment.pop("OMP_NUM_THREADS", None)
-    meshwright = [sys.executable, "-m", "meshwright.cli"]
+    meshwright = [str(preloaded_python), "-m", "meshwright.cli"]
 
     def run(*words: str) -> str:
         done = subprocess.run([*meshwright, *words], env=environment, capture_output=True, text=True, timeout=200)

@@ -22,7 +22,6 @@ TIMEOUT = 4.0  # seconds that a rank may be silent, instead of two minutes
 END = 60.0  # seconds; without the guard gloo would wait for the group's timeout in every rank, nameless
 STEPS = 3  # that are compared
 
-# Six interpreters start: to import transformers, too, would take most of their time.
 TRAINING = f"""
 import os, sys, time, torch, meshwright as mw
 from support.decoder import LENGTH, VOCAB, make_decoder
@@ -66,33 +65,22 @@ def losses_of_one_device() -> list[float]:
     ids=["killed", "cut off"],
 )
 def test_a_lost_host_ends_the_other_with_an_error_that_names_it(
-    lose: Callable[[Host], None], victim: int, cause: str, tmp_path: Path
+    lose: Callable[[Host], None], victim: int, cause: str, tmp_path: Path, preloaded_python: Path
 ) -> None:
     """dp over the hosts, tp in them, in float64. A rank prints the loss of its rows; a host alone is off by 1e-2."""
-    (tmp_path / "train.py").write_text(TRAINING)
+    script = str(tmp_path / "train.py")
+    Path(script).write_text(TRAINING)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     environment.pop("GLOO_SOCKET_IFNAME", None)  # the launcher shall find it
-    command = [
-        sys.executable,
-        "-m",
-        "meshwright.cli",
-        "launch",
-        "--cpu",
-        "--dp",
-        "2",
-        "--tp",
-        "2",
-        "--num_machines",
-        "2",
-    ]
+    options = ["--cpu", "--dp", "2", "--tp", "2", "--num_machines", "2", "--main_process_ip"]
+    command = [str(preloaded_python), "-m", "meshwright.cli", "launch", *options]
     with two_hosts() as hosts:
         logs = [tmp_path / f"{host.name}.log" for host in hosts]
         launchers = [
-            host.start([*command, "--machine_rank", str(rank), "--main_process_ip", hosts[0].address,
-                        str(tmp_path / "train.py")], logs[rank], environment)
+            host.start([*command, hosts[0].address, "--machine_rank", str(rank), script], logs[rank], environment)
             for rank, host in enumerate(hosts)
-        ]  # fmt: skip
+        ]
         wait_until_trained(launchers, logs)
         lose(hosts[victim])
         survivor = 1 - victim
@@ -137,13 +125,13 @@ for step in range(0 if done is None else done.step, 10 if world == "2" else 100_
 
 
 @pytest.mark.crossing
-def test_a_job_goes_on_with_the_machine_that_is_left(tmp_path: Path) -> None:
+def test_a_job_goes_on_with_the_machine_that_is_left(tmp_path: Path, preloaded_python: Path) -> None:
     """With a plan for two processes instead of four, from the checkpoint of the four."""
     (tmp_path / "train.py").write_text(SHRINKING)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     environment.pop("GLOO_SOCKET_IFNAME", None)
-    command = f"{sys.executable} -m meshwright.cli launch --cpu --dp 2 --tp 2 --num_machines 1:2 --max-restarts 3"
+    command = f"{preloaded_python} -m meshwright.cli launch --cpu --dp 2 --tp 2 --num_machines 1:2 --max-restarts 3"
     with two_hosts() as hosts, contextlib.chdir(tmp_path):
         options = ["--start_timeout", "20", "--main_process_ip", hosts[0].address]
         logs = [tmp_path / f"{host.name}.log" for host in hosts]

@@ -21,8 +21,9 @@ STEPS = 16
 
 
 @pytest.fixture(autouse=True)
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def preloaded_ranks(preloaded_python: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("PYTHON_EXEC", str(preloaded_python))
 
 
 def undisturbed(kind: str, plan: str, folder: Path, steps: int) -> str:

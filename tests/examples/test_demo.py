@@ -16,9 +16,10 @@ ROOT = Path(__file__).resolve().parents[2]
 TIME_LIMIT = 240  # seconds; about 20 on a free machine
 
 
-def run_demo(*flags: str) -> subprocess.CompletedProcess[str]:
+def run_demo(python: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "CUDA_VISIBLE_DEVICES": ""}
+    environment["PYTHON_EXEC"] = str(python)  # of the ranks alone: the proof checks that its process has no plugin
     command = [sys.executable, "-m", "examples.demo", *flags]
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -32,8 +33,8 @@ def run_demo(*flags: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.crossing
-def test_the_demo_trains_and_proves_itself(tmp_path: Path) -> None:
-    done = run_demo("--quick", "--dp", "2", "--tp", "2", "--output", str(tmp_path))
+def test_the_demo_trains_and_proves_itself(preloaded_python: Path, tmp_path: Path) -> None:
+    done = run_demo(preloaded_python, "--quick", "--dp", "2", "--tp", "2", "--output", str(tmp_path))
     assert done.returncode == 0, done.stdout
 
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -57,8 +58,8 @@ def test_the_demo_trains_and_proves_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_the_planner_picks_the_demo_s_plan(tmp_path: Path) -> None:
-    done = run_demo("--quick", "--processes", "2", "--output", str(tmp_path))
+def test_the_planner_picks_the_demo_s_plan(preloaded_python: Path, tmp_path: Path) -> None:
+    done = run_demo(preloaded_python, "--quick", "--processes", "2", "--output", str(tmp_path))
     assert done.returncode == 0, done.stdout
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["planned_by"] == "the planner" and summary["plan"]["dp"] * summary["plan"]["tp"] == 2
@@ -67,8 +68,8 @@ def test_the_planner_picks_the_demo_s_plan(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_a_plan_that_does_not_fit_is_one_clear_message(tmp_path: Path) -> None:
-    done = run_demo("--quick", "--dp", "1", "--tp", "3", "--output", str(tmp_path))
+def test_a_plan_that_does_not_fit_is_one_clear_message(preloaded_python: Path, tmp_path: Path) -> None:
+    done = run_demo(preloaded_python, "--quick", "--dp", "1", "--tp", "3", "--output", str(tmp_path))
     assert done.returncode == 1
     assert "tp must be one of 1, 2, 4, 8" in " ".join(done.stdout.split())
     assert "Traceback" not in done.stdout

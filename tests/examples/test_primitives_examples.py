@@ -6,7 +6,6 @@ import contextlib
 import importlib
 import io
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -67,8 +66,8 @@ def test_a_program_equals_one_process(request, name, world_size, lines_by_rank):
 
 
 @pytest.mark.crossing
-def test_torchrun_starts_a_program():
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "6"]
+def test_torchrun_starts_a_program(preloaded_python):
+    command = [preloaded_python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "6"]
     command += ["-m", "examples.primitives.mesh_order"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert result.returncode == 0, result.stderr
@@ -78,8 +77,8 @@ def test_torchrun_starts_a_program():
 
 
 @pytest.mark.crossing
-def test_the_table_of_who_reads_what():
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+def test_the_table_of_who_reads_what(preloaded_python):
+    command = [preloaded_python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     result = subprocess.run(
         [*command, "-m", "examples.who_reads_what"], cwd=ROOT, capture_output=True, text=True, timeout=240
     )

@@ -289,11 +289,11 @@ for step in range(10):
 
 
 @pytest.mark.crossing
-def test_torchrun_ends_with_the_cause(tmp_path):
+def test_torchrun_ends_with_the_cause(tmp_path, preloaded_python):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     run = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)],
+        [preloaded_python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -36,9 +36,9 @@ from support.tiers import crossing, nightly
 ROOT = Path(__file__).parents[2]
 
 
-def run(folder: Path, *options: str) -> tuple[int, list[dict[str, Any]]]:
+def run(python: Path, folder: Path, *options: str) -> tuple[int, list[dict[str, Any]]]:
     """Run the command on the CPU; return its exit code, and how each section ended."""
-    command = [sys.executable, "-m", "conformance.gpu", "--device", "cpu", "--out", str(folder), *options]
+    command = [str(python), "-m", "conformance.gpu", "--device", "cpu", "--out", str(folder), *options]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=540, check=False)
     assert (folder / "figures.json").exists(), done.stdout + done.stderr
@@ -47,8 +47,8 @@ def run(folder: Path, *options: str) -> tuple[int, list[dict[str, Any]]]:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("minutes", [crossing(0.1), nightly(8)])  # in 0.1 a section stops after its first check
-def test_every_section_passes_on_a_cpu(minutes: float, tmp_path: Path) -> None:
-    code, sections = run(tmp_path, "--minutes", str(minutes))
+def test_every_section_passes_on_a_cpu(minutes: float, preloaded_python: Path, tmp_path: Path) -> None:
+    code, sections = run(preloaded_python, tmp_path, "--minutes", str(minutes))
     assert code == 0 and [one["state"] for one in sections] == ["passed"] * len(NAMES), (
         tmp_path / "log.txt"
     ).read_text()
@@ -60,8 +60,10 @@ def test_every_section_passes_on_a_cpu(minutes: float, tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
-def test_every_section_finds_a_planted_fault(tmp_path: Path) -> None:
-    code, sections = run(tmp_path, "--plant", "--minutes", "0.1")  # each stops after its first check with a goal
+def test_every_section_finds_a_planted_fault(preloaded_python: Path, tmp_path: Path) -> None:
+    code, sections = run(
+        preloaded_python, tmp_path, "--plant", "--minutes", "0.1"
+    )  # each stops after its first check with a goal
     assert code == 1
     assert [one["state"] for one in sections] == ["failed"] * len(NAMES), (tmp_path / "log.txt").read_text()
 

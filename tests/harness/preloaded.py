@@ -1,14 +1,17 @@
 """Programs that a shell starts from PATH, forked from a server that has the imports done: a second each, not ten.
 
 ``commands`` writes stand-ins for ``python``, ``torchrun`` and others into a folder. Each hands its arguments,
-environment, working directory and streams to the server, which runs what the real program would run, and ends with the
-exit code of that, or by the same signal.
+environment, working directory, open files, signals and namespaces to the server, which runs what the real program would
+run, and ends with the exit code of that, or by the same signal. To the program the stand-in is ``sys.executable``, so
+that processes which it starts have the imports done, too. Its process and parent are other ones than the stand-in's.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
+import fcntl
 import gc
 import importlib
 import json
@@ -21,7 +24,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 import traceback
 import warnings
 import weakref
@@ -33,15 +35,33 @@ from typing import Any, NoReturn
 from harness.server import fork_context
 
 CLIENT = """#!{python} -ISE
-import json, os, socket, sys
+import json, os, signal, socket, sys
+if sys.argv[1:2] == ["-I"]:  # without anything that is installed, so there is nothing to have imported
+    os.execv({python!r}, [{python!r}, *sys.argv[1:]])
+mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+def is_handed_on(descriptor):
+    try:
+        return os.get_inheritable(descriptor)
+    except OSError:  # that of the list
+        return False
+numbers = sorted(filter(is_handed_on, map(int, os.listdir("/dev/fd"))))
+spaces = [f"/proc/self/ns/{{kind}}" for kind in ("net", "uts") if os.path.exists("/proc/self/ns")]
+call = {{"arguments": {before!r} + sys.argv[1:], "cwd": os.getcwd(), "environment": dict(os.environ),
+        "mask": list(mask), "numbers": numbers}}
+text = json.dumps(call).encode()
 connection = socket.socket(socket.AF_UNIX)
 connection.connect({address!r})
-socket.send_fds(connection, [b"!"], [0, 1, 2])
-call = {{"arguments": {before!r} + sys.argv[1:], "cwd": os.getcwd(), "environment": dict(os.environ)}}
-connection.sendall(json.dumps(call).encode())
-connection.shutdown(socket.SHUT_WR)
+spaces = [os.open(space, os.O_RDONLY) for space in spaces]
+socket.send_fds(connection, [len(text).to_bytes(8, "big")], numbers + spaces)
+connection.sendall(text)
+for number in signal.valid_signals() - {{signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD}}:
+    if signal.getsignal(number) is not signal.SIG_IGN:
+        signal.signal(number, lambda number, frame: connection.send(bytes([number])))
+signal.pthread_sigmask(signal.SIG_SETMASK, ())
 code = int(connection.recv(8) or 1)
 if code < 0:
+    if code != -signal.SIGKILL:
+        signal.signal(-code, signal.SIG_DFL)
     os.kill(os.getpid(), -code)
 sys.exit(code)
 """
@@ -53,7 +73,7 @@ COMMANDS = {
     "accelerate": ["-m", "accelerate.commands.accelerate_cli"],
     "pytest": ["-m", "pytest", "--collect-only", "-q"],
 }
-KILLED_AFTER = 5.0  # seconds that a program has to end after the shell that started it is gone
+MOST_DESCRIPTORS = 64  # that a program inherits
 
 
 @contextlib.contextmanager
@@ -75,7 +95,8 @@ def commands(folder: Path, parsed_only: Iterable[str], added: Mapping[str, list[
     listener.bind(address)
     listener.listen(64)
     context = fork_context()
-    server = context.Process(target=_serve, args=(listener, _address(), tuple(parsed_only), dict(added)))
+    python = str(folder / "python")
+    server = context.Process(target=_serve, args=(listener, _address(), python, tuple(parsed_only), dict(added)))
     server.start()
     listener.close()
     try:
@@ -91,7 +112,9 @@ def _address() -> str:
     return forkserver._forkserver._forkserver_address  # type: ignore[attr-defined]
 
 
-def _serve(listener: socket.socket, address: str, parsed_only: tuple[str, ...], added: dict[str, list[str]]) -> None:
+def _serve(
+    listener: socket.socket, address: str, python: str, parsed_only: tuple[str, ...], added: dict[str, list[str]]
+) -> None:
     """Fork a process for each call, which waits for another one that runs the program."""
     for module in ("torch.distributed.run", "accelerate.commands.accelerate_cli", "meshwright.calibration"):
         importlib.import_module(module)
@@ -99,6 +122,8 @@ def _serve(listener: socket.socket, address: str, parsed_only: tuple[str, ...], 
     forkserver._forkserver._forkserver_address = address  # type: ignore[attr-defined]
     # The bound method and the module's name for it: a program that starts a server by either would import all anew.
     forkserver._forkserver.ensure_running = forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]
+    sys.executable = python
+    multiprocessing.set_executable(python)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
         connection, _ = listener.accept()
@@ -110,41 +135,55 @@ def _serve(listener: socket.socket, address: str, parsed_only: tuple[str, ...], 
 
 
 def _answer(connection: socket.socket, parsed_only: tuple[str, ...], added: dict[str, list[str]]) -> NoReturn:
-    _, streams, _, _ = socket.recv_fds(connection, 1, 3)
-    with connection.makefile("rb") as received:
-        call = json.loads(received.read())
+    size, descriptors, _, _ = socket.recv_fds(connection, 8, MOST_DESCRIPTORS)
+    call = json.loads(connection.recv(int.from_bytes(size, "big"), socket.MSG_WAITALL))
     call["arguments"] += [text for word in added.keys() & set(call["arguments"]) for text in added[word]]
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # until the program has the mask that it inherits
     if (program := os.fork()) == 0:
         connection.close()
-        for number, stream in enumerate(streams):
-            os.dup2(stream, number)
-            os.close(stream)
+        _inherit(call["numbers"], descriptors)
         _run(call, parsed_only)
-    for stream in streams:
-        os.close(stream)
-    alive = select.poll()
-    alive.register(connection, 0)  # tells of nothing but the client's end
-    asked_to_end = None
+    for descriptor in descriptors:
+        os.close(descriptor)
+    heard = select.poll()
+    heard.register(connection, select.POLLIN)
     while True:
         ended, status = os.waitpid(program, os.WNOHANG)
         if ended:
             with contextlib.suppress(OSError):
                 connection.sendall(str(os.waitstatus_to_exitcode(status)).encode())
             os._exit(0)
-        if asked_to_end is None and alive.poll(20):
-            asked_to_end = time.monotonic()
-            os.kill(program, signal.SIGTERM)
-        elif asked_to_end is not None:
-            time.sleep(0.02)
-            if time.monotonic() > asked_to_end + KILLED_AFTER:
-                os.kill(program, signal.SIGKILL)
+        if heard.poll(20):
+            numbers = connection.recv(64)
+            for number in numbers or [signal.SIGKILL]:  # none if the stand-in was killed
+                os.kill(program, number)
+            if not numbers:
+                heard.unregister(connection)
+
+
+def _inherit(numbers: list[int], descriptors: list[int]) -> None:
+    """Take over open files under the numbers that they had, and the namespaces that the last descriptors are of."""
+    moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, max(numbers) + 1) for descriptor in descriptors]
+    for descriptor in descriptors:
+        os.close(descriptor)
+    for number, descriptor in zip(numbers, moved, strict=False):
+        os.dup2(descriptor, number)
+    for kind, descriptor in zip(("net", "uts"), moved[len(numbers) :], strict=False):
+        is_ours = os.path.samestat(os.fstat(descriptor), os.stat(f"/proc/self/ns/{kind}"))
+        if not is_ours and ctypes.CDLL(None, use_errno=True).setns(descriptor, 0):
+            raise OSError(ctypes.get_errno(), f"the {kind} namespace could not be entered")
+    for descriptor in moved:
+        os.close(descriptor)
 
 
 def _run(call: dict[str, Any], parsed_only: tuple[str, ...]) -> NoReturn:
     """As Python would, from the command line to the exit code."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, call["mask"])
     os.chdir(call["cwd"])
     multiprocessing.process.ORIGINAL_DIR = call["cwd"]  # type: ignore[attr-defined]
     multiprocessing.set_start_method(None, force=True)  # the platform's, not the server's
+    multiprocessing.current_process().name = "MainProcess"
+    multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
     os.environ.clear()
     os.environ.update(call["environment"])
     sys.stdin, sys.stdout, sys.stderr = (  # type: ignore[misc]
@@ -178,8 +217,8 @@ def _start(arguments: list[str], parsed_only: tuple[str, ...]) -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     if set(parsed_only) & set(arguments):
         _parse_only()
-    while arguments[0] == "-u":
-        arguments = arguments[1:]
+    while arguments[0].startswith("-") and arguments[0] not in ("-c", "-m"):  # options of the interpreter
+        arguments = arguments[2 if arguments[0] in ("-W", "-X") else 1 :]
     if arguments[0] == "-c":
         sys.argv, sys.path[0:0] = ["-c", *arguments[2:]], [os.getcwd()]
         exec(compile(arguments[1], "<string>", "exec"), {"__name__": "__main__"})

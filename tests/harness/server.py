@@ -20,6 +20,7 @@ PRELOAD = [
     "meshwright_hf.launch.launcher",
     "meshwright_hf.trainer",
     "support.models",
+    "harness.frozen",  # the last
 ]
 
 

@@ -339,7 +339,7 @@ def test_the_example_trains_and_goes_on_under_another_plan(pool4: Any, pool2: An
     assert len(Path(accelerate_train.__file__).read_text().splitlines()) < 80
 
 
-def launch(*command: str) -> subprocess.CompletedProcess[str]:
+def launch(python: Path, *command: str) -> subprocess.CompletedProcess[str]:
     """Two CPU processes by accelerate's own launcher."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -352,16 +352,16 @@ def launch(*command: str) -> subprocess.CompletedProcess[str]:
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
     }
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+    launcher = [str(python), "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
     options = ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
     arguments = [*launcher, *options, "--main_process_port", str(port), *command]
     return subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
 
 
 @pytest.mark.parametrize("script", [crossing("test_script"), nightly("test_sync")])
-def test_accelerates_own_scripts_pass_on_our_runtime(script: str) -> None:
+def test_accelerates_own_scripts_pass_on_our_runtime(script: str, preloaded_python: Path) -> None:
     # Every model that they prepare is data-parallel by a plan, in place of DDP; other objects are accelerate's.
-    done = launch("-m", "support.with_plugin", script)
+    done = launch(preloaded_python, "-m", "support.with_plugin", script)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     planned = re.findall(r"models by the plan: (\d+)\n", done.stdout)  # perhaps amid another rank's line
     assert len(planned) == 2, done.stdout[-2000:]

@@ -351,8 +351,8 @@ def test_the_example_by_hand(pool2: Any) -> None:
 
 
 @pytest.mark.crossing
-def test_the_example_with_the_wrapper_joins_the_launchers_processes() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]
+def test_the_example_with_the_wrapper_joins_the_launchers_processes(preloaded_python: Path) -> None:
+    command = [str(preloaded_python), "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]
     command += ["--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
     result = subprocess.run(
         [*command, "examples/primitives/data_parallel_wrapper.py"],

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import meshwright as mw
 from meshwright import Partial, ProcessMesh, Replicate, Shard
-from support.placements import Case, joined, lacking, placements_of, reduced, shard_of
+from support.placements import Case, covering, joined, lacking, placements_of, reduced, shard_of
 from support.tiers import crossing, crossings
 
 LINE = ProcessMesh([0, 1, 2, 3])
@@ -116,18 +116,27 @@ def test_every_pair_on_one_axis(pool4, mesh):
     check(table, pool4.run(move_all, table))
 
 
-@pytest.mark.parametrize(
-    ("shape", "every"), [crossing((7, 5), 1), crossing((8, 4), 5), ((7, 5), 4), crossing((3, 1), 7)], ids=str
-)
-def test_every_pair_on_two_axes(pool4, shape, every):
-    table = cases(SQUARE, SQUARE, [shape])[::every]  # each pair, or a sample of the pairs
+@pytest.mark.parametrize(("shape", "every"), [((7, 5), None), crossing((8, 4), 5), crossing((3, 1), 7)], ids=str)
+def test_pairs_on_two_axes(pool4, shape, every):
+    """Each combination of three of the four placements, or a sample; nightly each of all four."""
+    table = cases(SQUARE, SQUARE, [shape])
+    table = table[::every] if every else covering(table)
     check(table, pool4.run(move_all, table, timeout=240))
 
 
 @pytest.mark.parametrize(("source", "target"), MESHES, ids=repr)
-def test_every_pair_across_meshes(pool4, source, target):
+def test_pairs_across_meshes(pool4, source, target):
+    """Each pair on one axis, on two axes as above."""
     shapes = SHAPES if source.ndim + target.ndim == 2 else [(7, 5)]
     table = cases(source, target, shapes)
+    table = covering(table) if source.ndim + target.ndim == 4 else table
+    check(table, pool4.run(move_all, table, timeout=240))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("target", [SQUARE, ProcessMesh([[1], [2]])], ids=repr)
+def test_every_pair_on_two_axes(pool4, target):
+    table = cases(SQUARE, target, [(7, 5)])
     check(table, pool4.run(move_all, table, timeout=240))
 
 

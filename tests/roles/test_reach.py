@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 import transformers
@@ -68,21 +68,23 @@ def test_tiny_config_has_each_kind_of_layer(family: str) -> None:
 
 
 @pytest.mark.parametrize(("mapping", "family", "plans", "status"), crossings(SOME, one_in=2))
-def test_sweep_compares_some_types(mapping: str, family: str, plans: tuple[str, ...], status: str) -> None:
+def test_sweep_compares_some_types(
+    mapping: str, family: str, plans: tuple[str, ...], status: str, preloaded_python: Path
+) -> None:
     code = f"from conformance.families.reach import run_type; print(run_type({mapping!r}, {family!r}, {plans!r}))"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    found = subprocess.run([preloaded_python, "-c", code], capture_output=True, text=True, check=True).stdout
     assert found.count(f"status='{status}'") == len(plans), found
 
 
 @pytest.mark.crossing
-def test_sweep_finds_a_planted_fault() -> None:
+def test_sweep_finds_a_planted_fault(preloaded_python: Path) -> None:
     """A fault: under sp the gradients of norms are not summed over the ranks."""
-    found = subprocess.run([sys.executable, "-c", FAULT], capture_output=True, text=True, check=True)
+    found = subprocess.run([preloaded_python, "-c", FAULT], capture_output=True, text=True, check=True)
     assert found.stdout.split()[-1] == "differs", found
 
 
 @pytest.mark.crossing
-def test_search_for_a_batch_that_takes_too_long_ends() -> None:
+def test_search_for_a_batch_that_takes_too_long_ends(preloaded_python: Path) -> None:
     """An error of a config lets the search go on with another one; the alarm, which comes once, must end it."""
-    found = subprocess.run([sys.executable, "-c", SLOW], capture_output=True, text=True, check=True)
+    found = subprocess.run([preloaded_python, "-c", SLOW], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "no model and batch within 1 s", found

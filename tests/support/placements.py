@@ -49,6 +49,19 @@ class Case:
         return torch.arange(1.0, 1 + torch.Size(self.shape).numel(), dtype=torch.float64).view(self.shape)
 
 
+def covering(cases: Sequence[Case]) -> list[Case]:
+    """A part of the cases in which each combination of three placements occurs, of the four between two meshes."""
+    chosen, covered = dict[int, Case](), set[tuple[tuple[int, Placement], ...]]()
+    for least in (4, 3, 2, 1):  # how many combinations a case has to add
+        for number, case in enumerate(cases):
+            placements = enumerate((*case.from_placements, *case.to_placements))
+            new = set(itertools.combinations(placements, 3)) - covered
+            if len(new) >= least:
+                covered |= new
+                chosen[number] = case
+    return list(chosen.values())
+
+
 def shard_of(whole: Tensor, mesh: ProcessMesh, placements: Placements, rank: int) -> Tensor:
     """The part that a rank stores."""
     for placement, count, index in zip(placements, mesh.shape, mesh.coordinate(rank), strict=True):
