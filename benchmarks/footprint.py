@@ -12,7 +12,7 @@ from rich.progress import track
 
 import meshwright as mw
 from meshwright.planner.expected_traffic import step_traffic
-from meshwright.planner.job.candidate import Candidate
+from meshwright.planner.job.candidate import Candidate, Job
 from meshwright.planner.job.shapes import describe
 from meshwright.planner.memory.footprint import footprint
 from meshwright.tracing.trace import trace_step
@@ -49,9 +49,10 @@ def ratios() -> Iterator[tuple[str, float, float, bool]]:
             dp = fields.pop("dp", 1)
             spread = {"shard": dp} if "zero_stage" in fields else {"replicate": dp}
             plan = Candidate(**spread, micro_batch=rows, **fields)
-            known = {"seq_len": length, "element_bytes": dtype.itemsize}
-            held = footprint(describe(model.config), plan, cpu=True, **known)
-            sent = step_traffic(describe(model.config), plan, gloo=True, **known)
+            job = Job(seq_len=length, global_batch=rows, on_cpu=True)
+            job = job.in_32_bits() if dtype is torch.float32 else job
+            held = footprint(describe(model.config), plan, job)
+            sent = step_traffic(describe(model.config), plan, job)
             is_equal = all(
                 (traffic.counts, traffic.bytes) == (trace.traffic[phase][axis].counts, trace.traffic[phase][axis].bytes)
                 for phase, axes in sent.items()

@@ -42,7 +42,7 @@ MODELS: dict[str, tuple[dict[str, Any], int, int]] = {
 
 def plans(model: str, processes: int, profile: HardwareProfile) -> Search:
     sizes, rows, length = MODELS[model]
-    job = Job(seq_len=length, global_batch=rows, own_runtime=True, on_cpu=True).in_32_bits()
+    job = Job(seq_len=length, global_batch=rows, on_cpu=True).in_32_bits()
     shape = describe(LlamaConfig(**sizes, **SMALL), name=model)
     return search(Space(shape=shape, cluster=profile.cluster(gpus=processes), job=job), profile, top=1000)
 

@@ -11,9 +11,9 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.published_runs.other_runtimes import OtherModel
 from benchmarks.published_runs.table import Run
 from meshwright.planner.machine.hardware import Coefficients
-from meshwright.planner.time.step import StepModel
 
 Array = NDArray[np.float64]
 
@@ -73,7 +73,7 @@ class Fit:
 
 def estimate(run: Run, coefficients: Coefficients) -> float:
     """Return the estimated seconds of one step of a run."""
-    return StepModel(run.shape, run.cluster, coefficients).step(run.plan, run.job).total
+    return OtherModel(run.shape, run.cluster, coefficients).step(run.plan, run.job).total
 
 
 def fit(

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from benchmarks.published_runs.fit import Fit, choose, estimate, fit
+from benchmarks.published_runs.other_runtimes import other_peak
 from benchmarks.published_runs.table import Run
 from meshwright.errors import PlanError
 from meshwright.planner.machine.hardware import Coefficients, HardwareProfile
-from meshwright.planner.memory.peak import peak_memory
 from meshwright.planner.search.search import tie_key
 
 LeaveOut = Literal["rows", "model", "gpus", "test"]
@@ -166,9 +166,7 @@ def _score(group: str, members: Sequence[Run], predictions: Sequence[Prediction]
     # The band is printed as the estimate divided by 1 + band to the estimate times 1 + band.
     inside = [abs(math.log1p(error)) <= math.log1p(p.band) for error, p in zip(errors, predictions, strict=True)]
     memory = [
-        peak_memory(run.shape, run.plan, run.job).total / run.memory - 1
-        for run in members
-        if run.memory and not run.oom
+        other_peak(run.shape, run.plan, run.job).total / run.memory - 1 for run in members if run.memory and not run.oom
     ]
     regrets, hits = choices(predictions)
     return Score(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.published_runs.moe import Experts
+from benchmarks.published_runs.other_runtimes import OtherJob, other_peak
 from benchmarks.published_runs.table_words import (
     device_of,
     precision_of,
@@ -23,11 +24,10 @@ from benchmarks.published_runs.table_words import (
 from meshwright.errors import PlanError
 from meshwright.plan.partition import even_stages
 from meshwright.plan.schedule import check
-from meshwright.planner.job.candidate import Candidate, Job
+from meshwright.planner.job.candidate import Candidate
 from meshwright.planner.job.shapes import ModelShape
 from meshwright.planner.machine.devices import matmul_peak
 from meshwright.planner.machine.hardware import Cluster
-from meshwright.planner.memory.peak import peak_memory
 
 COLUMNS = (
     "source", "model", "hidden", "layers", "heads", "kv_heads", "ffn", "vocab", "params_B", "gpu", "n_gpus",
@@ -76,7 +76,7 @@ class Run:
     shape: ModelShape
     cluster: Cluster
     plan: Candidate
-    job: Job
+    job: OtherJob
     seconds: float | None
     memory: float | None
     oom: bool
@@ -131,7 +131,7 @@ def read_runs(path: str | Path, dropped: list[str] | None = None) -> list[Run]:
 def _check_fits(run: Run) -> None:
     """Raise if a run needs far too much memory even if it recomputes all layers, so its sizes are not what is read."""
     leanest = dataclasses.replace(run.plan, recompute="full")
-    share = peak_memory(run.shape, leanest, run.job).total / run.cluster.device.memory
+    share = other_peak(run.shape, leanest, run.job).total / run.cluster.device.memory
     if share > _FAR_TOO_MUCH:
         raise PlanError(
             f"the row needs {share:.1f} times the device's memory even if all layers are recomputed; correct "
@@ -231,9 +231,9 @@ def _run(row: Mapping[str, Any], line: int, path: str | Path) -> Run:
                 micro_batch=micro,
                 accumulation=batch // (dp * micro),
                 zero_stage=zero,
-                recompute=recompute,
+                recompute=recompute,  # type: ignore[arg-type]  # or "per-op", which OtherModel knows
             ),
-            job=Job(
+            job=OtherJob(
                 seq_len=number("seq_len", int),
                 global_batch=batch,
                 precision=precision,

@@ -25,7 +25,7 @@ SHAPE = ModelShape.of(name="1B", layers=16, hidden=2048, heads=16, kv_heads=8, h
 
 def answer(gpu: str, profile: HardwareProfile | None = None, precision: str = "fp8") -> tuple[str, str]:
     """What a plan for a device prints: the warnings, and the notes."""
-    job = Job(seq_len=2048, global_batch=8, precision=precision, own_runtime=True)  # type: ignore[arg-type]
+    job = Job(seq_len=2048, global_batch=8, precision=precision)  # type: ignore[arg-type]
     space = Space(shape=SHAPE, cluster=Cluster(device=device(gpu), gpus=8), job=job)
     found = weigh(space, profile, [Candidate(shard=8, zero_stage=1)])
     return " ".join(warnings(found)), " ".join(notes(found))

@@ -355,5 +355,5 @@ def test_two_processes_measure_and_plan(tmp_path: Path, preloaded_python: Path) 
     answer = json.loads(run("plan", *words))
     assert answer["cluster"]["gpus"] == 2
     assert answer["cluster"]["device"] == found.device.name
-    assert answer["job"]["activation_bytes"] == 4
+    assert answer["job"]["element_bytes"] == 4
     assert answer["band"] == found.band

@@ -49,7 +49,7 @@ def picked(options: dict[str, Any], optimizer_class: type = torch.optim.AdamW, f
 
 def needs(plan: Candidate, family: str = "llama") -> float:
     """Bytes that the planner counts for a rank, the process included."""
-    job = Job(seq_len=LENGTH, global_batch=ROWS, own_runtime=True, on_cpu=True).in_32_bits()
+    job = Job(seq_len=LENGTH, global_batch=ROWS, on_cpu=True).in_32_bits()
     return peak_memory(describe(build(family, **SIZES).config), plan, job).total
 
 
@@ -327,5 +327,5 @@ def test_reading_rows_to_measure_them_leaves_the_random_state() -> None:
 
 def test_footprint_is_what_the_budget_is_held_against() -> None:
     shape = describe(build("llama", **SIZES).config)
-    held = footprint(shape, Candidate(micro_batch=8), seq_len=LENGTH, element_bytes=4, cpu=True)
+    held = footprint(shape, Candidate(micro_batch=8), Job(seq_len=LENGTH, global_batch=8, on_cpu=True).in_32_bits())
     assert needs(Candidate(micro_batch=8)) == pytest.approx(held.peak + 0.4e9)

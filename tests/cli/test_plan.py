@@ -126,7 +126,7 @@ def test_a_precision_that_cannot_train_is_said_and_no_plan_is_saved(
 def test_cpus_train_in_32_bits(config: Path) -> None:
     done = CliRunner().invoke(app, ["plan", "--model", str(config), "--gpu", "cpu", "--gpus", "2", "--json"])
     job = json.loads(done.output)["job"]
-    assert job["on_cpu"] and (job["dtype"], job["weight_bytes"], job["activation_bytes"]) == ("float32", 4, 4)
+    assert job["on_cpu"] and (job["dtype"], job["element_bytes"]) == ("float32", 4)
 
 
 def test_a_run_has_a_bill(config: Path) -> None:

@@ -25,14 +25,14 @@ from meshwright.planner.search.search import SIMPLER, TIE, complexity, in_order,
 from meshwright.planner.search.space import Space
 from meshwright.planner.time.step import StepModel
 from meshwright.tracing.trace import trace_step
-from planner.test_planner_footprint import FAMILIES, LENGTH, PLANS, ROWS, candidate, config_of, total
+from planner.test_planner_footprint import FAMILIES, LENGTH, PLANS, ROWS, candidate, config_of, job_of, total
 from support.tiers import crossings
 
 RANK = 8
 EIGHT = ModelShape.of(
     name="8B", layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336, vocab=128256
 )  # fmt: skip
-JOB = Job(seq_len=4096, global_batch=32, own_runtime=True)
+JOB = Job(seq_len=4096, global_batch=32)
 CASES = [(family, plan, torch.bfloat16) for family in ("llama", "gemma2", "phi3") for plan in PLANS if plan in (
     "one", "tp2", "tp2+sp+recompute", "dp2+zero1", "dp2+zero2+micro", "dp2xtp2+sp+zero3"
 )]  # fmt: skip
@@ -59,25 +59,24 @@ def test_estimate_and_trace(family: str, plan: str, dtype: torch.dtype) -> None:
     shape, lora, spread = describe(config_of(family)), Lora(rank=RANK), candidate(plan)
     assert sum(run.count * lora.elements(run) for run in shape.runs) == trained
     trace = trace_step(model, mw.ParallelPlan(**PLANS[plan]), rows=ROWS, length=LENGTH)
-    sizes = {"seq_len": LENGTH, "element_bytes": dtype.itemsize, "cpu": True}
-    held = footprint(shape, spread, lora=lora, **sizes)
+    job = job_of(dtype, lora=lora)
+    held = footprint(shape, spread, job)
     if spread.accumulation == 1:
         assert held.activations == pytest.approx(trace.activations, rel=0.03)
     assert held.parameters == pytest.approx(trace.parameters, rel=0.005)
     assert held.optimizer == pytest.approx(trace.optimizer, rel=0.002)
     assert held.peak == pytest.approx(trace.peak, rel=0.05)
-    estimated, seen = (step_traffic(shape, spread, seq_len=LENGTH, element_bytes=dtype.itemsize, gloo=True, lora=lora),
-                       trace.traffic)  # fmt: skip
+    estimated, seen = step_traffic(shape, spread, job), trace.traffic
     for axis in estimated["forward"]:
         for phases in [["forward"], ["backward"], ["optimizer"]] if spread.accumulation == 1 else [list(estimated)]:
             assert total(estimated, phases, axis) == total(seen, phases, axis), (phases, axis)
     # The least is 8.4 times, under tp, which replicates a factor of each adapter; the tolerance above is 0.2 %.
-    assert footprint(shape, spread, **sizes).optimizer > 2 * trace.optimizer
+    assert footprint(shape, spread, job_of(dtype)).optimizer > 2 * trace.optimizer
 
 
 def test_a_quantised_base_by_hand() -> None:
     """Llama 3 8B: 6.98 B elements of projections in 4.5 bits, the rest in 16, and adapters in 32."""
-    job = Job(seq_len=1024, global_batch=8, own_runtime=True, lora=Lora(rank=16, quantised="nf4"))
+    job = Job(seq_len=1024, global_batch=8, lora=Lora(rank=16, quantised="nf4"))
     packed, rest = 32 * 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336), 2 * 128256 * 4096 + 65 * 4096
     adapters = 32 * 16 * (2 * 8192 + 2 * 5120 + 3 * (4096 + 14336))  # 41.9 M
     for plan, ranks in ((Candidate(), 1), (Candidate(shard=2, zero_stage=2), 1), (Candidate(shard=2, zero_stage=3), 2)):
@@ -96,7 +95,7 @@ def test_what_optimizers_keep() -> None:
     plan = Candidate(shard=8, zero_stage=1)
 
     def kept(name: str) -> float:
-        return peak_memory(EIGHT, plan, Job(seq_len=512, global_batch=8, own_runtime=True, optimizer=name)).optimizer
+        return peak_memory(EIGHT, plan, Job(seq_len=512, global_batch=8, optimizer=name)).optimizer
 
     shard = EIGHT.parameters / 8
     assert kept("adamw") == pytest.approx(12 * shard, rel=0.01) and kept("sgd") == pytest.approx(4 * shard, rel=0.01)
@@ -106,7 +105,7 @@ def test_what_optimizers_keep() -> None:
     assert kept("muon") == pytest.approx((4 * matrices + 8 * (EIGHT.parameters - matrices)) / 8 + 4 * shard, rel=0.01)
     assert 4 * shard < kept("adafactor") < 4.1 * shard
     assert set(OPTIMIZERS) >= {"adamw", "muon", "adafactor", "lion", "adamw8bit"}
-    job = Job(seq_len=512, global_batch=8, own_runtime=True, optimizer="muon")
+    job = Job(seq_len=512, global_batch=8, optimizer="muon")
     for offload in (None, "optimizer"):  # owners exchange whole matrices on the devices
         stages = Candidate(shard=2, pp=4, accumulation=4, zero_stage=1, offload=offload)
         memory = stage_memory(EIGHT, stages, job, 1)

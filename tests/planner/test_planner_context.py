@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import meshwright as mw
+from benchmarks.published_runs.other_runtimes import OtherJob, OtherModel
 from conformance.families.models import build as build_family
 from meshwright.choose.picked_plan import _refusals
 from meshwright.plan.parts import METHODS
@@ -21,12 +22,13 @@ from meshwright.planner.machine.hardware import Cluster, Coefficients, device
 from meshwright.planner.memory.peak import held_activations
 from meshwright.planner.search.search import Search, search
 from meshwright.planner.search.space import Space
+from meshwright.planner.time.layer import StepTime
 from meshwright.planner.time.step import StepModel, boundary_bytes
 from support.models import build
 from support.shapes import changed
 
 EIGHT = ModelShape.of(name="8B", layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336, vocab=128256)
-LONG = Job(seq_len=131_072, global_batch=4, own_runtime=True)
+LONG = Job(seq_len=131_072, global_batch=4)
 
 
 def find(shape: ModelShape = EIGHT, job: Job = LONG, *, gpus: int = 32, **more: Any) -> Search:
@@ -53,7 +55,7 @@ def test_a_length_need_not_be_divisible(length: int) -> None:
 def test_heads_and_short_chunks_rule_methods_out_with_the_reason() -> None:
     space = Space(
         shape=changed(EIGHT, heads=12, kv_heads=4), cluster=Cluster(device=device("h100-sxm"), gpus=8),
-        job=Job(seq_len=8192, global_batch=8, own_runtime=True),
+        job=Job(seq_len=8192, global_batch=8),
     )  # fmt: skip
     of_eight = {(r.context, r.ulysses) for r in space.regions() if r.cp == 8}
     assert of_eight == {("gather", None), ("ring", None), ("hybrid", 4)}
@@ -87,7 +89,7 @@ def test_context_and_pipeline_parallelism_together() -> None:
 def sent(context: str, cp: int, tp: int = 1, ulysses: int | None = None) -> tuple[float, float]:
     """The elements that a rank sends in forward and in backward for each of its positions; a 32-bit one counts two."""
     plan = Candidate(cp=cp, tp=tp, context=context, ulysses=ulysses)
-    phases = exchanges(EIGHT.runs[0], plan, seq_len=8192, element_bytes=2)
+    phases = exchanges(EIGHT.runs[0], plan, Job(seq_len=8192, global_batch=1))
     share = {"send": lambda x: 1.0}
     totals = [sum(x.count * x.bytes * share.get(x.kind, lambda x: (x.ranks - 1) / x.ranks)(x) for x in phase)
               for phase in phases]  # fmt: skip
@@ -107,34 +109,31 @@ def test_what_each_method_sends() -> None:
     assert sent("hybrid", 8, ulysses=4) == tuple(3 / 4 * (2 * q + 2 * v) + n * 2 * v for n in hops)
 
 
-def steps(shape: ModelShape) -> dict[tuple[str, bool], Any]:
-    """The step of each method, of this version's runtime and of other libraries'."""
-    model = StepModel(shape, Cluster(device=device("h100-sxm"), gpus=8), Coefficients())
-    return {
-        (context, own): model.step(
-            Candidate(cp=8, context=context, accumulation=4), dataclasses.replace(LONG, own_runtime=own)
-        )
-        for context in ("gather", "ulysses", "ring")
-        for own in (True, False)
-    }
+def steps(shape: ModelShape) -> dict[str, StepTime]:
+    """The step of each method, and "other" for the ring of other libraries."""
+    of = shape, Cluster(device=device("h100-sxm"), gpus=8), Coefficients()
+    plans = {name: Candidate(cp=8, context=name, accumulation=4) for name in ("gather", "ulysses", "ring")}
+    found = {name: StepModel(*of).step(plan, LONG) for name, plan in plans.items()}
+    job = OtherJob(seq_len=LONG.seq_len, global_batch=LONG.global_batch)
+    return {**found, "other": OtherModel(*of).step(plans["ring"], job)}
 
 
 def test_time_by_method() -> None:
     """All methods run flash kernels. They differ in what they send, and in the results that they merge."""
     step = steps(EIGHT)
-    assert {step[name, False].attention for name in ("gather", "ulysses", "ring")} == {step["ulysses", True].attention}
-    merging = {name: step[name, True].attention / step["ulysses", True].attention for name in ("gather", "ring")}
+    assert step["other"].attention == step["ulysses"].attention
+    merging = {name: step[name].attention / step["ulysses"].attention for name in ("gather", "ring")}
     assert 1 < merging["gather"] < merging["ring"] < 1.1
-    assert step["ring", False].context < step["gather", False].context  # hidden by attention
+    assert step["other"].context < step["ring"].context < step["gather"].context  # hidden by attention
     assert all(min(time.parts.values()) >= 0 for time in step.values())
 
 
 def test_time_without_flash_kernels() -> None:
     """With soft caps, "gather" runs attention again in backward, and the blocks of a ring move their scores."""
     step = steps(changed(EIGHT, traits=dataclasses.replace(EIGHT.traits, keeps_scores=True)))
-    ratio = step["gather", True].attention / step["gather", False].attention
+    ratio = step["gather"].attention / step["other"].attention
     assert ratio == pytest.approx(4.5 / 3.5)  # the forward is 1, the backward 2.5
-    assert step["ring", True].attention > 5 * step["ring", False].attention
+    assert step["ring"].attention > 5 * step["other"].attention
 
 
 def test_a_method_that_the_model_cannot_use_is_not_picked() -> None:

@@ -22,7 +22,7 @@ from meshwright.planner.search.search import search
 from meshwright.planner.search.space import Space
 
 EIGHT = ModelShape.of(name="8B", layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336, vocab=128256)
-JOB = Job(seq_len=4096, global_batch=64, own_runtime=True)
+JOB = Job(seq_len=4096, global_batch=64)
 
 
 def space(gpus: int = 8, job: Job = JOB, **more: Any) -> Space:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.published_runs.other_runtimes import OtherJob, OtherModel
 from conformance.families.expert_models import EXPERTS, build
 from conformance.families.models import model_types
 from meshwright.choose.model_sizes import against_tensor, describe_model
@@ -96,8 +97,7 @@ def test_a_rank_holds_its_share_of_the_experts(dp: int, tp: int, ep: int, copies
     expert = 3 * 2048 * 768
     assert sum(m.numel for m in members if m.is_spread) == (48 * 128 * expert // ep if ep > 1 else 0)
     bare = dataclasses.replace(QWEN, runs=(dataclasses.replace(QWEN.runs[0], experts=None, ffn=768),))
-    other = footprint(bare, plan, seq_len=512, element_bytes=2)
-    held = footprint(QWEN, plan, seq_len=512, element_bytes=2)
+    other, held = (footprint(shape, plan, Job(seq_len=512, global_batch=4)) for shape in (bare, QWEN))
     ranks = copies if zero else 1
     state = 12 if zero else 4  # 32-bit masters under ZeRO, 16-bit moments without
     state -= 4 if zero == 3 else 0  # the weights themselves
@@ -113,7 +113,7 @@ def test_kept_activations_are_those_of_the_routed_rows() -> None:
     router, one = 4096 * 128 * 8, 4096 * 2 * 4
     for load in (1.0, 1.5):
         held, less = (
-            saved_activations(x, plan, seq_len=4096, element_bytes=2, expert_load=load).runs[0].layer
+            saved_activations(x, plan, Job(seq_len=4096, global_batch=8, expert_load=load)).runs[0].layer
             for x in (QWEN, bare)
         )
         assert held - less == load * 4096 * 8 * (2 * 2048 + 3 * 768) * 2 + router - one
@@ -137,7 +137,8 @@ def test_a_fuller_rank_takes_memory_and_time() -> None:
 def test_exchanges_take_the_slower_of_their_links(ep: int, own: bool) -> None:
     """A rank's copies to 7 ranks of its node, and to 8 of the other; other libraries send one to each node."""
     cluster, k = Cluster(device=device("h100-sxm"), gpus=16), Coefficients(latency=1e-12)
-    model, job = StepModel(QWEN, cluster, k), dataclasses.replace(JOB, own_runtime=own)
+    model = (StepModel if own else OtherModel)(QWEN, cluster, k)
+    job = OtherJob(seq_len=4096, global_batch=JOB.global_batch)
     step = model.layer(Candidate(shard=16, zero_stage=1, ep=ep), job)
     row = 4096 * 2048 * 2
     reached = ep * (1 - (1 - 1 / ep) ** 8)  # ranks that get a copy of a token
@@ -152,7 +153,7 @@ def test_exchanges_take_the_slower_of_their_links(ep: int, own: bool) -> None:
 def test_the_text_and_the_words_of_the_page_show_experts() -> None:
     """The size of an exchange is that of the study's example but for copies: 5.25 of 8 rows travel to 8 ranks."""
     short = dataclasses.replace(QWEN, runs=(dataclasses.replace(QWEN.runs[0], count=4),))
-    job = Job(seq_len=4096, global_batch=8, expert_load=1.5, own_runtime=True)
+    job = Job(seq_len=4096, global_batch=8, expert_load=1.5)
     space = Space(shape=short, cluster=Cluster(device=device("h100-sxm"), gpus=8), job=job)
     found = weigh(space, None, [Candidate(shard=8, ep=8, zero_stage=1)])
     text = own_text(found, best=None, budget=None)
@@ -179,7 +180,7 @@ def test_experts_that_ranks_of_tp_hold_twice_are_reduced() -> None:
     whole, half = (Candidate(tp=4, sequence_parallel=True, ep=ep, accumulation=8) for ep in (4, 2))
     assert model.overlaps(whole, JOB, 0.0, 0.0) == []
     (overlap, _) = model.overlaps(half, JOB, 0.0, 0.0)
-    assert overlap.seconds == pytest.approx(model.ring(model.stage_parameters(half)[1] * JOB.gradient_bytes, 2, 2))
+    assert overlap.seconds == pytest.approx(model.ring(model.stage_parameters(half)[1] * JOB.element_bytes, 2, 2))
 
 
 def test_which_ranks_may_share_experts() -> None:

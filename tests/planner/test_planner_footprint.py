@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import meshwright as mw
+from benchmarks.published_runs.other_runtimes import OtherJob, OtherModel
 from meshwright.choose.model_sizes import logits_in_training
 from meshwright.planner.expected_traffic import step_traffic
 from meshwright.planner.job.adapters import Lora
@@ -96,6 +97,10 @@ def config_of(family: str) -> Any:
     return config_class(**{**SIZES, **traits, **OVERRIDES})
 
 
+def job_of(dtype: torch.dtype, length: int = LENGTH, **options: Any) -> Job:
+    return Job(seq_len=length, global_batch=ROWS, element_bytes=dtype.itemsize, on_cpu=True, **options)
+
+
 @functools.cache
 def traced(family: str, plan: str, dtype: torch.dtype) -> Trace:
     with torch.device("meta"):
@@ -134,15 +139,15 @@ def test_estimate_and_trace(family: str, plan: str, dtype: torch.dtype) -> None:
     """Activations within 1 % (0.2 % at worst when written), the peak within 5 %, collectives equal."""
     trace = traced(family, plan, dtype)
     shape, spread = describe(config_of(family)), candidate(plan)
-    sizes = {"seq_len": LENGTH, "element_bytes": dtype.itemsize}
-    held = footprint(shape, spread, cpu=True, **sizes)
+    job = job_of(dtype)
+    held = footprint(shape, spread, job)
     if spread.accumulation == 1:  # with several micro-batches the last one's forward is not told apart
         assert held.activations == pytest.approx(trace.activations, rel=0.01)
     assert held.parameters == pytest.approx(trace.parameters, abs=8 * LENGTH * ROWS + 8 * 16)  # and the input
     assert held.optimizer == pytest.approx(trace.optimizer, rel=0.002)
     # With a rank of cp's few tokens the weights that stage 3 gathers weigh more, of which up to a layer is too much.
     assert held.peak == pytest.approx(trace.peak, rel=0.08 if spread.cp > 1 and spread.zero_stage == 3 else 0.05)
-    estimated, seen = step_traffic(shape, spread, gloo=True, **sizes), trace.traffic
+    estimated, seen = step_traffic(shape, spread, job), trace.traffic
     for axis in estimated["forward"]:
         # All but the last of several micro-batches run backward too within the call of the model.
         for phases in [["forward"], ["backward"], ["optimizer"]] if spread.accumulation == 1 else [list(estimated)]:
@@ -165,11 +170,11 @@ def test_whole_logits(is_hooked: bool, plan: str, dtype: torch.dtype) -> None:
     assert logits == "gathered"
     trace = trace_step(model, mw.ParallelPlan(**PLANS[plan]), rows=ROWS, length=LENGTH, config=options)
     of = describe(config), candidate(plan)
-    held = footprint(*of, seq_len=LENGTH, element_bytes=dtype.itemsize, cpu=True, logits=logits)
+    held = footprint(*of, job_of(dtype, logits=logits))
     assert held.activations == pytest.approx(trace.activations, rel=0.01)
     assert held.peak == pytest.approx(trace.peak, rel=0.05)
     if not is_hooked and dtype == torch.bfloat16:
-        chunked = footprint(*of, seq_len=LENGTH, element_bytes=dtype.itemsize, cpu=True)
+        chunked = footprint(*of, job_of(dtype))
         assert chunked.peaks["forward"] < 0.9 * trace.peaks["forward"]
 
 
@@ -193,9 +198,7 @@ def test_the_peak_of_a_long_sequence(fields: dict[str, Any], dtype: torch.dtype)
     with torch.device("meta"):
         model = FAMILIES["llama"][1](config).to(dtype).train()
     trace = trace_step(model, mw.ParallelPlan(cp=4, **fields), rows=1, length=length)
-    sizes = {"seq_len": length, "element_bytes": dtype.itemsize}
-    shape, plan = describe(config), Candidate(cp=4, **fields)
-    held = footprint(shape, plan, cpu=True, **sizes)
+    held = footprint(describe(config), Candidate(cp=4, **fields), job_of(dtype, length))
     assert held.peak == pytest.approx(trace.peak, rel=0.05)
 
 
@@ -215,8 +218,7 @@ def test_plain_attention(family: str, plan: str) -> None:
         trace = trace_step(model, mw.ParallelPlan(**PLANS[plan]), rows=ROWS, length=length)
     shape, spread = describe(config), candidate(plan)
     fused, plain = (
-        footprint(shape, spread, seq_len=length, element_bytes=4, cpu=True, plain_attention=is_plain)
-        for is_plain in (False, True)
+        footprint(shape, spread, job_of(torch.float32, length, plain_attention=is_plain)) for is_plain in (False, True)
     )
     scores = 4 * ROWS * length**2 * shape.runs[0].heads / spread.tp
     assert plain.activations == pytest.approx(trace.activations, rel=0.01)
@@ -227,10 +229,11 @@ def test_plain_attention(family: str, plan: str) -> None:
 def test_what_a_rank_of_cp_saves_is_its_share() -> None:
     """At most 5 % above the quarter that four ranks could hold at best."""
     shape = describe(config_of("llama"))
-    whole = saved_activations(shape, Candidate(), seq_len=4096, element_bytes=2)
+    job = Job(seq_len=4096, global_batch=1)
+    whole = saved_activations(shape, Candidate(), job)
     for context, ulysses in (("gather", None), ("ulysses", None), ("ring", None), ("hybrid", 2)):
         plan = Candidate(cp=4, context=context, ulysses=ulysses)
-        saved = saved_activations(shape, plan, seq_len=4096, element_bytes=2)
+        saved = saved_activations(shape, plan, job)
         limit = 1.05 if context == "gather" else 1.10
         assert saved.total(0) <= limit / 4 * whole.total(0), context
 
@@ -238,17 +241,15 @@ def test_what_a_rank_of_cp_saves_is_its_share() -> None:
 def test_what_would_have_failed() -> None:
     """A Llama's formula for Qwen3 misses its norms of q and k: 10 % of the activations."""
     trace = traced("qwen3", "one", torch.float32)
-    llama = saved_activations(
-        describe(config_of("llama")), Candidate(micro_batch=ROWS), seq_len=LENGTH, element_bytes=4
-    )
+    llama = saved_activations(describe(config_of("llama")), Candidate(micro_batch=ROWS), job_of(torch.float32))
     assert llama.total(0) < 0.95 * trace.activations
 
 
 def test_a_plan_of_this_runtime_is_weighed_by_its_own_formulas() -> None:
     shape = describe(config_of("llama"))
-    job = Job(seq_len=LENGTH, global_batch=ROWS, weight_bytes=4, own_runtime=True, on_cpu=True)
+    job = job_of(torch.float32)
     memory = peak_memory(shape, Candidate(micro_batch=ROWS), job)
-    held = footprint(shape, Candidate(micro_batch=ROWS), seq_len=LENGTH, element_bytes=4, cpu=True)
+    held = footprint(shape, Candidate(micro_batch=ROWS), job)
     assert memory.total - memory.slack == pytest.approx(held.peak)
     assert min(memory.parts.values()) >= 0
 
@@ -271,14 +272,15 @@ def test_recompute_repeats_the_products_that_backward_reads(family: str, lora: L
     shape, cluster = describe(config), Cluster(device=device("h100-sxm"), gpus=1)
     free = Coefficients(saturation=1e-12, attention=1e12, elementwise=1e-12, launch=1e-15)  # but for products
 
-    def estimated(**options: Any) -> float:
-        job = Job(seq_len=LENGTH, global_batch=ROWS, own_runtime=True, **options)
-        layer = LayerModel(shape, cluster, free).layer(Candidate(micro_batch=ROWS, recompute="full"), job)
+    def estimated(lora: Lora | None = None, model: type[LayerModel] = LayerModel) -> float:
+        job = OtherJob(seq_len=LENGTH, global_batch=ROWS, lora=lora, whole_recompute=True)
+        layer = model(shape, cluster, free).layer(Candidate(micro_batch=ROWS, recompute="full"), job)
         return shape.layers * layer.recompute * cluster.device.flops * cluster.device.sustained * free.matmul
 
     repeated = counted[1] - counted[0]
     if lora is None:
         assert estimated() == pytest.approx(repeated, rel=1e-6)
     else:  # all products of the base, of which the last is more than a tenth, and the small ones of the adapters
-        assert estimated(whole_recompute=True) <= repeated < 1.1 * estimated(whole_recompute=True)
-        assert estimated(lora=lora) == estimated(lora=lora, whole_recompute=True) > 1.1 * estimated()
+        whole = estimated(model=OtherModel)
+        assert whole <= repeated < 1.1 * whole
+        assert estimated(lora) == estimated(lora, OtherModel) > 1.1 * estimated()

@@ -14,7 +14,8 @@ from meshwright.mesh.axes import Axis
 from meshwright.parallel.fake_passes.measured_shape import LiveBytes
 from meshwright.parallel.losses.chunked_head import Cast, ChunkedHeadLoss, ChunkedLoss, Scale, Tanh
 from meshwright.parallel.losses.cross_entropy import Words
-from meshwright.planner.job.candidate import Candidate
+from meshwright.planner.job.adapters import Lora
+from meshwright.planner.job.candidate import Candidate, Job
 from meshwright.planner.job.layer_shape import CASTS_CAPPED_LOGITS, CASTS_LOGITS, Traits, traits_of
 from meshwright.planner.job.shapes import ModelShape
 from meshwright.planner.memory.activations import head_peak
@@ -49,7 +50,8 @@ def test_the_estimate_is_what_the_head_holds(
         name="m", layers=1, hidden=hidden, heads=4, kv_heads=4, head_dim=16, ffn=64, vocab=vocabulary,
         traits=Traits(**traits),
     )  # fmt: skip
-    estimated = head_peak(shape, Candidate(), tokens, 2, cpu=True, logits="chunked", frozen=frozen)
+    job = Job(seq_len=tokens, global_batch=1, on_cpu=True, lora=Lora(rank=1) if frozen else None)
+    estimated = head_peak(shape, Candidate(), job)
     held = memory.peak - 2 * weight.numel()  # the weight, which the head reads, is counted apart
     assert estimated == pytest.approx(held - 8 * tokens, rel=5e-3)
 

@@ -84,7 +84,7 @@ def test_the_memory_is_within_5_percent_of_a_trace(family: str, fields: dict[str
     sizes = {name: value for name, value in fields.items() if name != "dp"}
     ranks = {"shard" if "zero_stage" in fields else "replicate": fields.get("dp", 1)}
     plan = Candidate(micro_batch=ROWS, **sizes, **ranks)
-    held = footprint(shape, plan, seq_len=LENGTH, element_bytes=4, cpu=True)
+    held = footprint(shape, plan, Job(seq_len=LENGTH, global_batch=ROWS, on_cpu=True).in_32_bits())
     assert held.peak == pytest.approx(trace.peak, rel=0.05)
     assert held.optimizer == pytest.approx(trace.optimizer, rel=0.02)
 
@@ -103,14 +103,14 @@ def test_each_weight_counts_once(family: str) -> None:
 def test_a_tower_is_on_the_first_stage_and_whole_on_each_rank_of_tp() -> None:
     shape = shape_of("qwen3_vl")
     assert shape.towers is not None
-    job = Job(seq_len=LENGTH, global_batch=4, own_runtime=True, on_cpu=True).in_32_bits()
+    job = Job(seq_len=LENGTH, global_batch=4, on_cpu=True).in_32_bits()
     first, last = (stage_memory(shape, Candidate(pp=2, accumulation=4), job, stage) for stage in range(2))
     bare = stage_memory(
         ModelShape(name="m", runs=shape.runs, vocab=shape.vocab), Candidate(pp=2, accumulation=4), job, 0
     )
     assert first.weights - bare.weights == 4 * shape.towers.elements
     assert last.weights < first.weights
-    whole, half = (footprint(shape, Candidate(tp=tp), seq_len=64, element_bytes=4).parameters for tp in (1, 2))
+    whole, half = (footprint(shape, Candidate(tp=tp), job).parameters for tp in (1, 2))
     assert half > whole / 2 + 4 * shape.towers.elements / 2
 
 
@@ -136,7 +136,7 @@ def test_the_stages_are_those_of_the_runtime(is_frozen: bool) -> None:
 
 
 def test_the_answer_says_what_it_rests_on() -> None:
-    shape, job = shape_of("qwen3_vl"), Job(seq_len=LENGTH, global_batch=8, own_runtime=True, images=2)
+    shape, job = shape_of("qwen3_vl"), Job(seq_len=LENGTH, global_batch=8, images=2)
     space = Space(shape=shape, cluster=Cluster(device=device("h100-sxm"), gpus=2), job=job)
     found = weigh(space, None, [Candidate(tp=2, sequence_parallel=True, micro_batch=8)])
     text = "\n".join(notes(found))

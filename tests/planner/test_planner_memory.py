@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from benchmarks.published_runs.other_runtimes import OtherJob, other_peak
 from meshwright.planner.expected_traffic import step_traffic
 from meshwright.planner.job.candidate import Candidate, Job
 from meshwright.planner.job.shapes import ModelShape
@@ -32,7 +33,7 @@ JOB = Job(seq_len=2048, global_batch=8)
 
 def saved(shape: ModelShape, plan: Candidate) -> SavedByLayer:
     """Return what a layer of a model of equal layers saves."""
-    return saved_activations(shape, plan, seq_len=JOB.seq_len, element_bytes=JOB.activation_bytes).runs[0]
+    return saved_activations(shape, plan, JOB).runs[0]
 
 
 @pytest.mark.parametrize(("shape", "expected"), [(SEVEN, 45.53), (EIGHT, 49.03)])
@@ -45,7 +46,7 @@ def test_saved_activations_are_those_that_were_traced(shape: ModelShape, expecte
 def test_states_by_zero_stage(stage: int) -> None:
     """Rajbhandari et al. 2020, Table 1: 16 bytes a parameter, divided part by part."""
     plan = Candidate(shard=8 if stage else 1, replicate=1 if stage else 8, zero_stage=stage)
-    memory = peak_memory(SEVEN, plan, JOB)
+    memory = other_peak(SEVEN, plan, OtherJob(seq_len=2048, global_batch=8))
     elements = SEVEN.parameters
     assert memory.weights == 2 * elements / (8 if stage == 3 else 1)
     assert memory.gradients == 2 * elements / (8 if stage >= 2 else 1)
@@ -60,10 +61,10 @@ def test_all_stages_together_hold_every_parameter_once() -> None:
 
 
 @pytest.mark.parametrize(("job", "tied"), [
+    (JOB, True),
     (JOB, False),
     (JOB.in_32_bits(), True),
-    (dataclasses.replace(JOB, own_runtime=True), True),
-    (dataclasses.replace(JOB, own_runtime=True, on_cpu=True).in_32_bits(), False),
+    (dataclasses.replace(JOB, on_cpu=True).in_32_bits(), False),
 ])  # fmt: skip
 def test_every_plan_holds_the_weights_and_the_state_once(job: Job, tied: bool) -> None:
     """So a plan that fits is never missed, if the devices together have less memory than that."""
@@ -138,11 +139,10 @@ PLANS = [
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.label)
-@pytest.mark.parametrize("own", [False, True])
-def test_the_least_memory_is_below_the_estimate(plan: Candidate, own: bool) -> None:
+def test_the_least_memory_is_below_the_estimate(plan: Candidate) -> None:
     """The search leaves out what the bound excludes; a bound of nothing would exclude nothing."""
     for seq_len in (2048, 262144):
-        job = dataclasses.replace(JOB, seq_len=seq_len, own_runtime=own)
+        job = dataclasses.replace(JOB, seq_len=seq_len)
         ratio = least_memory(EIGHT, plan, job) / peak_memory(EIGHT, plan, job).total
         assert ratio <= 1
     assert ratio > 0.01  # the rest of a long sequence is in other virtual stages, in flight, or a block of scores
@@ -167,14 +167,13 @@ PLANS = (
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.label)
-@pytest.mark.parametrize("own_runtime", [True, False])
-def test_equal_layers_in_several_runs_cost_as_much_as_in_one(plan: Candidate, own_runtime: bool) -> None:
-    job = dataclasses.replace(JOB, global_batch=plan.global_batch, own_runtime=own_runtime)
+def test_equal_layers_in_several_runs_cost_as_much_as_in_one(plan: Candidate) -> None:
+    job = dataclasses.replace(JOB, global_batch=plan.global_batch)
     one, several = EIGHT, in_runs(EIGHT, 5, 20, 7)
 
     def estimates(shape: ModelShape) -> list[float]:
         model = StepModel(shape, Cluster(device=device("h100-sxm"), gpus=8), Coefficients())
-        traffic = step_traffic(shape, plan, seq_len=2048, element_bytes=2) if plan.pp == 1 else {}
+        traffic = step_traffic(shape, plan, job) if plan.pp == 1 else {}
         sent = [axis.bytes for phase in traffic.values() for axis in phase.values()]
         memory = [stage_memory(shape, plan, job, stage).total for stage in range(plan.pp)]
         times = [model.step(plan, job).total, model.bound(plan, job), model.layer(plan, job).forward]
@@ -184,9 +183,8 @@ def test_equal_layers_in_several_runs_cost_as_much_as_in_one(plan: Candidate, ow
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.label)
-@pytest.mark.parametrize("own_runtime", [True, False])
-def test_layers_of_another_kind_cost_something_between(plan: Candidate, own_runtime: bool) -> None:
-    job = dataclasses.replace(JOB, global_batch=plan.global_batch, own_runtime=own_runtime)
+def test_layers_of_another_kind_cost_something_between(plan: Candidate) -> None:
+    job = dataclasses.replace(JOB, global_batch=plan.global_batch)
     wide = changed(EIGHT, ffn=2 * 14336)
     mixed = dataclasses.replace(EIGHT, runs=(in_runs(EIGHT, 16).runs[0], in_runs(wide, 16).runs[0]))
     cluster = Cluster(device=device("h100-sxm"), gpus=8)

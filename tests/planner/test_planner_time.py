@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from benchmarks.published_runs.other_runtimes import OtherJob, OtherModel, other_peak
 from meshwright.errors import PlanError
 from meshwright.plan.schedule import stages_of_rank
 from meshwright.planner.expected_traffic import step_traffic
 from meshwright.planner.job.candidate import Candidate, Job
 from meshwright.planner.job.shapes import ModelShape
 from meshwright.planner.machine.hardware import Cluster, Coefficients, device
-from meshwright.planner.memory.peak import peak_memory
 from meshwright.planner.search.space import Space
 from meshwright.planner.time import simulate
 from meshwright.planner.time.simulate import SimulatedPipeline, pipeline_time
@@ -134,16 +134,19 @@ def test_parts_are_not_negative_and_add_up(plan: Candidate) -> None:
 
 def test_laws() -> None:
     """What must hold whatever the coefficients are."""
-    plain, job = PLANS[0], JOB
+    plain = PLANS[0]
     assert step(plain).total < step(dataclasses.replace(plain, recompute="selective")).total
-    again = [step(dataclasses.replace(plain, recompute=kind)).total for kind in ("selective", "per-op", "full")]
+    kinds = [dataclasses.replace(plain, recompute=kind) for kind in ("none", "selective", "per-op", "full")]
+    other = OtherModel(SHAPE, Cluster(device=device("h100-sxm"), gpus=8), Coefficients())
+    job = OtherJob(seq_len=JOB.seq_len, global_batch=JOB.global_batch)
+    again = [other.step(plan, job).total for plan in kinds]
     assert again == sorted(again)
-    whole = step(dataclasses.replace(plain, recompute="full"), dataclasses.replace(job, whole_recompute=True)).total
-    assert whole > 1.02 * again[2]
-    kept = [peak_memory(SHAPE, dataclasses.replace(plain, recompute=kind), job) for kind in ("full", "per-op", "none")]
-    assert kept[0].total < kept[1].total < kept[2].total
-    assert step(plain, dataclasses.replace(job, precision="fp8")).total < step(plain).total
-    assert step(plain, dataclasses.replace(job, fused_attention=False)).total > step(plain).total
+    whole = other.step(kinds[-1], dataclasses.replace(job, whole_recompute=True)).total
+    assert whole > 1.02 * again[-1]
+    assert other.step(plain, dataclasses.replace(job, fused_attention=False)).total > again[0]
+    kept = [other_peak(SHAPE, plan, job).total for plan in (kinds[3], kinds[2], kinds[0])]
+    assert kept == sorted(kept) and len(set(kept)) == 3
+    assert step(plain, dataclasses.replace(JOB, precision="fp8")).total < step(plain).total
     wide = dataclasses.replace(plain, shard=64, accumulation=1)
     assert step(wide, slow_link=10e9).total > step(wide, slow_link=50e9).total
     assert step(wide, slow_link=10e9).data > step(wide, slow_link=50e9).data > 0
@@ -162,13 +165,11 @@ def test_precisions() -> None:
 def test_this_runtime_computes_the_gradients_of_the_head_in_forward() -> None:
     """The same three products; none of the weight's gradient can be put off."""
     model = StepModel(SHAPE, Cluster(device=device("h100-sxm"), gpus=8), Coefficients())
-    whole = model.head(PLANS[0], JOB)
-    chunked = model.head(PLANS[0], dataclasses.replace(JOB, own_runtime=True))
+    whole = model.head(PLANS[0], dataclasses.replace(JOB, logits="gathered"))
+    chunked = model.head(PLANS[0], JOB)
     assert chunked.backward == chunked.weight_grad == 0 < whole.weight_grad
     assert chunked.forward == pytest.approx(whole.forward + whole.backward)
     assert chunked.matmul == whole.matmul
-    reads = dataclasses.replace(JOB, own_runtime=True, logits="gathered")
-    assert model.head(PLANS[0], reads) == whole
 
 
 def test_a_group_of_ranks_that_share_one_state_gathers_the_weights_inside_the_node() -> None:
@@ -189,7 +190,7 @@ def test_the_time_counts_the_bytes_that_the_runtime_sends(zero_stage: int, eleme
     ranks, micro = 4, 2
     sharded = {"shard": ranks} if zero_stage else {"replicate": ranks}
     plan = Candidate(**sharded, tp=2, zero_stage=zero_stage, accumulation=micro, reduce_dtype=reduced)
-    job = Job(seq_len=64, global_batch=ranks * micro, own_runtime=True)
+    job = Job(seq_len=64, global_batch=ranks * micro)
     job = job.in_32_bits() if element_bytes == 4 else job
     cluster = Cluster(device=device("h100-sxm"), gpus=8)
     bandwidth_alone = Coefficients(latency=1e-30, fast_link=1.0)
@@ -198,7 +199,7 @@ def test_the_time_counts_the_bytes_that_the_runtime_sends(zero_stage: int, eleme
         overlaps = StepModel(shape, cluster, bandwidth_alone).overlaps(plan, job, 0.0, 0.0)
         seconds = sum(one.seconds * (micro if one.is_repeated else 1) for one in overlaps)
         sent = 0.0
-        for axes in step_traffic(shape, plan, seq_len=64, element_bytes=element_bytes).values():
+        for axes in step_traffic(shape, plan, job).values():
             sent += axes["dp"].bytes * (2 if axes["dp"].counts["all-reduce"] > 1 else 1)  # an all-reduce goes twice
         assert seconds * cluster.fast * ranks / (ranks - 1) == pytest.approx(sent, rel=1e-3)
 
@@ -208,7 +209,7 @@ def test_the_time_counts_the_bytes_that_the_runtime_sends(zero_stage: int, eleme
 def test_recompute_sends_over_tp_what_the_runtime_sends(norms: int, sequence_parallel: bool) -> None:
     """Two depths differ by whole layers. 2e-3 is for the gradients of norms, which no layer of the time counts."""
     plan = Candidate(tp=4, sequence_parallel=sequence_parallel, recompute="full")
-    job, rate = Job(seq_len=4096, global_batch=1, own_runtime=True), 1e-3  # nothing but links is slow
+    job, rate = Job(seq_len=4096, global_batch=1), 1e-3  # nothing but links is slow
 
     def shape(layers: int) -> ModelShape:
         return changed(SHAPE, layers=layers, traits=dataclasses.replace(SHAPE.traits, norms=norms))
@@ -218,9 +219,7 @@ def test_recompute_sends_over_tp_what_the_runtime_sends(norms: int, sequence_par
         k = Coefficients(fast_link=share, latency=1e-30, launch=1e-12)
         return StepModel(shape(2), cluster, k).layer(plan, job).backward
 
-    few, many = (
-        step_traffic(shape(layers), plan, seq_len=4096, element_bytes=2)["backward"]["tp"] for layers in (2, 4)
-    )
+    few, many = (step_traffic(shape(layers), plan, job)["backward"]["tp"] for layers in (2, 4))
     sent = (many.bytes - few.bytes) / 2 * (1 if sequence_parallel else 2)  # an all-reduce goes twice
     assert (backward(0.5) - backward(1.0)) * rate * 4 / 3 == pytest.approx(sent, rel=2e-3)
 
@@ -236,7 +235,7 @@ WIDE = ModelShape.of(name="m", layers=4, hidden=13824, heads=96, kv_heads=96, he
 
 
 def _model(shape: ModelShape = WIDE, *, gpus: int = 64) -> StepModel:
-    return StepModel(shape, Cluster(device=device("a100-80"), gpus=gpus), Coefficients())
+    return OtherModel(shape, Cluster(device=device("a100-80"), gpus=gpus), Coefficients())
 
 
 def test_a_ring_pays_each_neighbour_inside_a_node_and_each_doubling_between_nodes() -> None:
@@ -252,6 +251,6 @@ def test_heads_of_no_multiple_of_eight_are_slow_without_a_fused_kernel() -> None
     odd = changed(WIDE, heads=128, kv_heads=128, head_dim=108)
     plan = Candidate(tp=8, micro_batch=4)
     for fused, slower in ((False, 1.15), (True, 0.99)):
-        job = Job(seq_len=2048, global_batch=4, fused_attention=fused)
+        job = OtherJob(seq_len=2048, global_batch=4, fused_attention=fused)
         even_time, odd_time = (_model(shape, gpus=8).step(plan, job).total for shape in (WIDE, odd))
         assert slower < odd_time / even_time < slower + 0.25

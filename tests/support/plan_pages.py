@@ -30,7 +30,7 @@ def find(
     precision: Precision = "bf16", masters: bool = False,
 ) -> Search:  # fmt: skip
     cluster = Cluster(device=device(gpu), gpus=gpus)
-    job = Job(seq_len=seq, global_batch=batch, precision=precision, own_runtime=masters, prefers_masters=masters)
+    job = Job(seq_len=seq, global_batch=batch, precision=precision, prefers_masters=masters)
     return search(Space(shape=shape, cluster=cluster, job=job, allow_future=future))
 
 

@@ -28,7 +28,7 @@ CONFIG = {
     "intermediate_size": 256,
     "vocab_size": 1000,
 }
-JOB = Job(seq_len=64, global_batch=8, own_runtime=True, on_cpu=True).in_32_bits()
+JOB = Job(seq_len=64, global_batch=8, on_cpu=True).in_32_bits()
 
 
 @pytest.fixture

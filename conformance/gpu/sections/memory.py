@@ -18,7 +18,7 @@ from conformance.gpu.section import Check, Place, Section, attempt, not_run
 from meshwright.choose.given_plan import resolve_plan
 from meshwright.plan.config import ParallelPlan
 from meshwright.planner.job.adapters import Lora
-from meshwright.planner.job.candidate import Candidate
+from meshwright.planner.job.candidate import Candidate, Job
 from meshwright.planner.job.shapes import describe
 from meshwright.planner.memory.footprint import footprint
 from meshwright.tracing.trace import trace_step
@@ -95,14 +95,17 @@ def _compared(case: Case, sizes: dict[str, int], place: Place, pools: RankPools)
         peak = max(pools.run(plan.world_size, allocated, case, sizes, place.plants))
     else:
         peak = traced(case, sizes, place.plants)
+    job = Job(
+        seq_len=case.length,
+        global_batch=case.rows,
+        on_cpu=not place.is_cuda,
+        lora=None if case.lora is None else Lora(rank=case.lora),
+    )
+    job = job.in_32_bits() if case.dtype is _SINGLE else job
     expected = footprint(
         describe(LlamaConfig(**sizes)),
         _candidate(plan, case.rows),
-        seq_len=case.length,
-        element_bytes=case.dtype.itemsize,
-        cpu=not place.is_cuda,
-        lora=None if case.lora is None else Lora(rank=case.lora),
-        plain_attention=place.is_cuda and case.dtype is _SINGLE,
+        job,
     ).peak
     return Check(
         what=f"{case.name}: peak, off the estimate",

@@ -130,7 +130,6 @@ def _foreseen(
     job = Job(
         seq_len=contest.length,
         global_batch=contest.rows,
-        own_runtime=True,
         on_cpu=not place.is_cuda,
         optimizer_bytes=4,  # AdamW's two moments in bfloat16, as the weights
         lora=Lora(rank=LORA_RANK) if contest.adapters else None,

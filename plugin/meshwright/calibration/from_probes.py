@@ -336,7 +336,7 @@ def _head(point: Measurement, device: Device, coefficients: Coefficients, itemsi
 
 
 def _job(length: int, itemsize: int) -> Job:
-    job = Job(seq_len=length, global_batch=1)
+    job = Job(seq_len=length, global_batch=1, logits="gathered")  # a probe runs the head and the loss whole
     return job.in_32_bits() if itemsize == 4 else job
 
 

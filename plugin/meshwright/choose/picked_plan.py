@@ -207,7 +207,7 @@ def _search(
     profile = None if path is None else load_run_profile(path, processes=per_node, nodes=nodes)
     cluster = cluster_at_hand(device, nodes, profile)
     job = Job(
-        seq_len=length, global_batch=rows, own_runtime=True, on_cpu=device.type == "cpu",
+        seq_len=length, global_batch=rows, on_cpu=device.type == "cpu",
         expert_load=config.expert_load, prefers_masters=True, logits=logits_in_training(model, config),
         optimizer=kind,
     )  # fmt: skip

@@ -339,7 +339,7 @@ def _command(found: Search, path: Path) -> str:
 def _emitted(found: Search, emit: Emit, save: Path | None) -> str:
     """Return the file that starts the first plan."""
     plan, cluster = found.choices[0].plan, found.cluster
-    precision = "no" if found.job.activation_bytes == 4 else found.job.precision
+    precision = "no" if found.job.element_bytes == 4 else found.job.precision
     # Imported by name, since the core works without accelerate and must not import it.
     if emit is Emit.accelerate:
         config = importlib.import_module("meshwright_hf.launch.launcher")

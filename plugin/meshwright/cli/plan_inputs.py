@@ -296,7 +296,6 @@ class PlanQuestion:
             seq_len=settings.seq_len[0],
             global_batch=settings.global_batch[0],
             precision=settings.precision[0],  # type: ignore[arg-type]
-            own_runtime=True,
             on_cpu=on_cpu,
             expert_load=self.options.expert_load,
             prefers_masters=True,

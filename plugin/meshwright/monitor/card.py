@@ -160,7 +160,6 @@ def estimate(machine: Machine, plan: ParallelPlan, dtype: torch.dtype, batch: tu
     job = Job(
         seq_len=max(1, length),
         global_batch=max(1, rows * plan.dp * passes),
-        own_runtime=True,
         on_cpu=machine.cluster.device.is_cpu,
         logits=machine.logits,
         optimizer=machine.optimizer,

@@ -41,29 +41,24 @@ class ContextExchange:
     overlaps: bool = False
 
 
-def exchanges(
-    layer: LayerShape, plan: Candidate, *, seq_len: int, element_bytes: int, own_runtime: bool = True
-) -> tuple[list[ContextExchange], list[ContextExchange]]:
+Exchanges = tuple[list[ContextExchange], list[ContextExchange]]  # in forward and in backward
+
+
+def exchanges(layer: LayerShape, plan: Candidate, job: Job) -> Exchanges:
     """Return what one layer sends over cp for one micro-batch, in forward and in backward without recompute.
 
-    Args:
-        layer: the layer.
-        plan: the plan.
-        seq_len: tokens per sequence.
-        element_bytes: bytes per element of the activations.
-        own_runtime: whether this version's runtime sends. Its ranks add up the gradients of keys and values in 32 bits
-            or more, over one hop more than Transformer Engine's, which begins with the last keys of forward.
+    The ranks add up the gradients of keys and values in 32 bits or more.
 
     Example:
         >>> layer = LayerShape(count=2, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=128)
-        >>> forward, backward = exchanges(layer, Candidate(cp=4, context="ring"), seq_len=64, element_bytes=2)
+        >>> forward, backward = exchanges(layer, Candidate(cp=4, context="ring"), Job(seq_len=64, global_batch=1))
         >>> [(x.kind, x.count, x.bytes) for x in (*forward, *backward)]
         [('send', 3, 4096), ('send', 3, 4096), ('send', 4, 8192)]
     """
     if plan.cp == 1:
         return [], []
-    rows = plan.micro_batch * local_tokens(seq_len, plan.cp)
-    keys, wide = layer.local_kv_width(plan.tp), max(4, element_bytes) if own_runtime else element_bytes
+    rows = plan.micro_batch * local_tokens(job.seq_len, plan.cp)
+    keys, element_bytes, wide = layer.local_kv_width(plan.tp), job.element_bytes, max(4, job.element_bytes)
     if plan.context == "gather":
         whole = plan.cp * rows * 2 * keys
         gather = ContextExchange(kind="all-gather", count=1, bytes=whole * element_bytes, ranks=plan.cp)
@@ -85,7 +80,7 @@ def exchanges(
             return ContextExchange(kind="send", count=count, bytes=size, ranks=outer, neighbours=inner, overlaps=True)
 
         forward.append(shifts(outer - 1, element_bytes))
-        backward += [shifts(outer - 1, element_bytes), shifts(outer - 1 + own_runtime, wide)]
+        backward += [shifts(outer - 1, element_bytes), shifts(outer, wide)]
     return forward, backward
 
 
@@ -119,13 +114,13 @@ def shares_keys(layer: LayerShape, plan: Candidate, seq_len: int) -> bool:
 
 
 def block_bytes(layer: LayerShape, plan: Candidate, job: Job) -> tuple[float, float]:
-    """Return the bytes that this version moves to put a layer's blocks together, in forward and in backward."""
+    """Return the bytes that are moved to put a layer's blocks together, in forward and in backward."""
     outer = group_sizes(plan.context, plan.cp, plan.ulysses)[1]
-    if plan.cp == 1 or not job.own_runtime or (outer == 1 and plan.context != "gather"):
+    if plan.cp == 1 or (outer == 1 and plan.context != "gather"):
         return 0.0, 0.0
     rows = plan.micro_batch * job.seq_len / plan.cp
     if not runs_flash(layer, job.seq_len):
-        scores = rows * layer.heads / plan.tp * layer.attended(job.seq_len) * job.activation_bytes / 2
+        scores = rows * layer.heads / plan.tp * layer.attended(job.seq_len) * job.element_bytes / 2
         return (_RING_FORWARD * scores, _RING_BACKWARD * scores) if outer > 1 else (0.0, 0.0)
     # All queries attend to half of the keys of a rank before it, and half of them to all keys of a rank after it.
     merges = 0.5 + 0.75 * (outer - 1) if outer > 1 else 1.0
@@ -134,10 +129,8 @@ def block_bytes(layer: LayerShape, plan: Candidate, job: Job) -> tuple[float, fl
 
 
 def attends_twice(layer: LayerShape, plan: Candidate, job: Job) -> bool:
-    """Return whether backward runs this version's attention again, block by block, instead of keeping its result."""
-    if plan.cp == 1 or not job.own_runtime:
-        return False
-    return plan.context in ("gather", "ulysses") and not runs_flash(layer, job.seq_len)
+    """Return whether backward runs attention again, block by block, instead of keeping its result."""
+    return plan.cp > 1 and plan.context in ("gather", "ulysses") and not runs_flash(layer, job.seq_len)
 
 
 def methods(shape: ModelShape, cp: int, tp: int) -> Iterator[tuple[str, int | None, str | None]]:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from meshwright.plan.parts import flat_offsets, head_chunk, local_tokens, sharded_length
 from meshwright.planner.context_cost import exchanges
-from meshwright.planner.job.adapters import ADAPTER_BYTES, Lora, trained_bytes
-from meshwright.planner.job.candidate import Candidate, count_recomputed
+from meshwright.planner.job.adapters import ADAPTER_BYTES
+from meshwright.planner.job.candidate import Candidate, Job, count_recomputed
 from meshwright.planner.job.shapes import ModelShape
 from meshwright.planner.memory.activations import keeps_inputs, logit_bytes
 from meshwright.planner.memory.held_states import Parameter, buckets, parameters, trained_members, units
@@ -33,65 +33,57 @@ class AxisTraffic:
             self.bytes += count * size
 
 
-def step_traffic(
-    shape: ModelShape,
-    plan: Candidate,
-    *,
-    seq_len: int,
-    element_bytes: int,
-    gloo: bool = False,
-    lora: Lora | None = None,
-) -> dict[str, dict[str, AxisTraffic]]:
+def step_traffic(shape: ModelShape, plan: Candidate, job: Job) -> dict[str, dict[str, AxisTraffic]]:
     """Return the collectives of one step, as phase -> axis -> ``AxisTraffic``.
 
     Args:
         shape: the model.
         plan: a plan that this version can run.
-        seq_len: tokens per sequence.
-        element_bytes: bytes per element of the model's dtype.
-        gloo: whether the plan runs on CPU, where a reduce-scatter is an all-to-all and a sum.
-        lora: the adapters that alone are trained, on a base that is not quantised; None if all weights are.
+        job: the job; adapters are on a base that is not quantised. On CPU, a reduce-scatter is an all-to-all and a sum.
 
     Example:
         >>> shape = ModelShape.of(name="m", layers=2, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=128, vocab=100)
         >>> plan = Candidate(tp=2, sequence_parallel=True)
-        >>> step_traffic(shape, plan, seq_len=16, element_bytes=2)["forward"]["tp"].counts["reduce-scatter"]
+        >>> step_traffic(shape, plan, Job(seq_len=16, global_batch=1))["forward"]["tp"].counts["reduce-scatter"]
         4
     """
     phases = {name: {axis: AxisTraffic() for axis in _axes(plan)} for name in ("forward", "backward", "optimizer")}
     if plan.tp > 1:
-        _tensor(shape, plan, seq_len, element_bytes, gloo, lora, phases)
+        _tensor(shape, plan, job, phases)
     if plan.cp > 1:
-        _context(shape, plan, seq_len, element_bytes, gloo, phases)
+        _context(shape, plan, job, phases)
     if plan.data_ranks > 1:
-        _data(shape, plan, element_bytes, gloo, lora, phases)
+        _data(shape, plan, job, phases)
     return phases
+
+
+_Phases = dict[str, dict[str, AxisTraffic]]
+
+
+def _scatter(job: Job) -> str:
+    return "all-to-all" if job.on_cpu else "reduce-scatter"
 
 
 def _axes(plan: Candidate) -> list[str]:
     return [name for name, size in reversed(plan.group_sizes.items()) if name != "pp" and size > 1]
 
 
-def _context(
-    shape: ModelShape, plan: Candidate, seq_len: int, b: int, gloo: bool, phases: dict[str, dict[str, AxisTraffic]]
-) -> None:
+def _context(shape: ModelShape, plan: Candidate, job: Job, phases: _Phases) -> None:
     first = 0
     for run in shape.runs:
-        forward, backward = exchanges(run, plan, seq_len=seq_len, element_bytes=b)
+        forward, backward = exchanges(run, plan, job)
         again = min(run.count, max(0, count_recomputed(plan, shape.layers) - first))
         for phase, sent, layers in (
             ("forward", forward, run.count), ("backward", backward, run.count), ("backward", forward, again)
         ):  # fmt: skip
             for exchange in sent:
-                kind = "all-to-all" if gloo and exchange.kind == "reduce-scatter" else exchange.kind
+                kind = _scatter(job) if exchange.kind == "reduce-scatter" else exchange.kind
                 phases[phase]["cp"].add(kind, plan.accumulation * layers * exchange.count, exchange.bytes)
         first += run.count
 
 
-def _tensor(
-    shape: ModelShape, plan: Candidate, seq_len: int, b: int, gloo: bool, lora: Lora | None,
-    phases: dict[str, dict[str, AxisTraffic]],
-) -> None:  # fmt: skip
+def _tensor(shape: ModelShape, plan: Candidate, job: Job, phases: _Phases) -> None:
+    seq_len, b, lora = job.seq_len, job.element_bytes, job.lora
     forward, backward = phases["forward"]["tp"], phases["backward"]["tp"]
     traits, micro, blocks = shape.traits, plan.accumulation, 2 * shape.layers
     tokens = local_tokens(seq_len, plan.cp)
@@ -103,13 +95,13 @@ def _tensor(
     # Below a frozen embedding nothing has a gradient, except where recompute asks for that of a layer's input.
     ends = int(lora is not None and not recomputed)
     forward.add("all-reduce", micro, plan.micro_batch * seq_len * shape.hidden * b)  # the embedding's output
-    chunk = head_chunk(rows, shape.hidden, element_bytes=logit_bytes(shape, b), cpu=gloo, frozen=lora is not None)
+    chunk = head_chunk(rows, shape.hidden, element_bytes=logit_bytes(shape, b), cpu=job.on_cpu, frozen=lora is not None)
     for first in range(0, rows, chunk):  # the loss: three numbers per token
         forward.add("all-gather", micro, 3 * min(chunk, rows - first) * 4 * plan.tp)
     backward.add("all-reduce", micro, whole)  # the gradient of the head's input
     if plan.sequence_parallel:
         padded = plan.micro_batch * -(-tokens // plan.tp) * plan.tp * shape.hidden * b
-        scatter = "all-to-all" if gloo else "reduce-scatter"
+        scatter = _scatter(job)
         forward.add("all-gather", micro * (blocks + 1), padded)
         forward.add(scatter, micro * blocks, padded)
         # Inputs that weights read are gathered again, and so are gradients of outputs.
@@ -122,7 +114,7 @@ def _tensor(
     if traits.query_norm == "whole":
         forward.add("all-reduce", micro * blocks, rows * 4)
         backward.add("all-reduce", micro * (blocks + 2 * recomputed), rows * 4)
-    members, b = list(trained_members(shape, plan, lora)), trained_bytes(lora, b)
+    members, b = list(trained_members(shape, plan, lora)), job.trained_bytes
     is_gathered = plan.zero_stage == 3 and plan.data_ranks > 1
     # Stages 2 and 3 reduce the gradients of every micro-batch.
     times = micro if plan.zero_stage > 1 and plan.data_ranks > 1 else 1
@@ -138,40 +130,34 @@ def _summed(partial: list[Parameter], count: int) -> int:
     return sum(member.full for member in partial)
 
 
-def _data(
-    shape: ModelShape, plan: Candidate, b: int, gloo: bool, lora: Lora | None, phases: dict[str, dict[str, AxisTraffic]]
-) -> None:
+def _data(shape: ModelShape, plan: Candidate, job: Job, phases: _Phases) -> None:
     phases["forward"]["dp"].add("all-gather", 1, 8 * plan.data_ranks)  # the count of the batch's tokens
     numbers = 1 if plan.accumulation == 1 else 2  # the sums of the losses, and with micro-batches what they count
     phases["forward"]["dp"].add("all-gather", plan.accumulation, 8 * numbers * plan.data_ranks)
     if plan.accumulation > 1:
         phases["forward"]["dp"].add("all-reduce", 1, 8)  # the number of micro-batches
-    members = list(trained_members(shape, plan, lora))
+    members, b = list(trained_members(shape, plan, job.lora)), job.trained_bytes
     if plan.zero_stage == 3:
-        _gathered_weights(list(parameters(shape, plan)), shape, plan, b, gloo, phases, is_frozen=lora is not None)
-        if lora is not None:
-            _gathered_adapters(members, shape.layers, plan, gloo, phases)
+        _gathered_weights(list(parameters(shape, plan)), shape, plan, job, phases)
+        if job.lora is not None:
+            _gathered_adapters(members, shape.layers, plan, job, phases)
         return
-    b = trained_bytes(lora, b)
     for bucket in buckets(members, b):
         sizes = [members[index].numel for index in bucket]
         if plan.zero_stage:
             numel = sharded_length(sizes, plan.data_ranks)
             times = plan.accumulation if plan.zero_stage == 2 else 1
-            phases["backward"]["dp"].add("all-to-all" if gloo else "reduce-scatter", times, numel * plan.sent_bytes(b))
+            phases["backward"]["dp"].add(_scatter(job), times, numel * plan.sent_bytes(b))
             phases["optimizer"]["dp"].add("all-gather", 1, numel * b)
         else:
             # One extra number per parameter says whether this rank has a gradient of the parameter.
             phases["backward"]["dp"].add("all-reduce", 1, (flat_offsets(sizes)[-1] + len(bucket)) * plan.sent_bytes(b))
 
 
-def _gathered_weights(
-    members: list[Parameter], shape: ModelShape, plan: Candidate, b: int, gloo: bool,
-    phases: dict[str, dict[str, AxisTraffic]], *, is_frozen: bool,
-) -> None:  # fmt: skip
+def _gathered_weights(members: list[Parameter], shape: ModelShape, plan: Candidate, job: Job, phases: _Phases) -> None:
     """Add ZeRO-3's collectives: all-gathers of each unit's weights, and reduce-scatters of its gradients."""
     forward, backward = phases["forward"]["dp"], phases["backward"]["dp"]
-    micro = plan.accumulation
+    micro, b = plan.accumulation, job.element_bytes
     for unit in units(members, shape.layers):
         numel = sharded_length((members[index].numel for index in unit), plan.data_ranks)
         first = members[unit[0]]
@@ -183,17 +169,13 @@ def _gathered_weights(
         is_twice = shape.tied and unit[0] == 0
         forward.add("all-gather", micro * (1 + is_twice), numel * b)
         backward.add("all-gather", 0 if is_kept else micro, numel * b)
-        sends = 0 if is_frozen else micro
-        backward.add("all-to-all" if gloo else "reduce-scatter", sends, numel * plan.sent_bytes(b))
+        backward.add(_scatter(job), 0 if job.lora is not None else micro, numel * plan.sent_bytes(b))
 
 
-def _gathered_adapters(
-    members: list[Parameter], layers: int, plan: Candidate, gloo: bool, phases: dict[str, dict[str, AxisTraffic]]
-) -> None:
+def _gathered_adapters(members: list[Parameter], layers: int, plan: Candidate, job: Job, phases: _Phases) -> None:
     """Add what ZeRO-3 sends of the adapters of each layer, beside its frozen weights."""
     for unit in units(members, layers):
         numel = sharded_length((members[index].numel for index in unit), plan.data_ranks)
         for phase in ("forward", "backward"):
             phases[phase]["dp"].add("all-gather", plan.accumulation, numel * ADAPTER_BYTES)
-        kind, size = "all-to-all" if gloo else "reduce-scatter", numel * plan.sent_bytes(ADAPTER_BYTES)
-        phases["backward"]["dp"].add(kind, plan.accumulation, size)
+        phases["backward"]["dp"].add(_scatter(job), plan.accumulation, numel * plan.sent_bytes(ADAPTER_BYTES))

@@ -132,17 +132,14 @@ def trace_and_compare(model: nn.Module, shape: ModelShape, plan: Candidate, job:
     rows_per_step, config = plan.micro_batch * count, ToDistributedConfig(gather_logits=job.logits == "gathered")
     run, batch = ParallelPlan(**plan.runnable_fields()), _images(model, shape, job, rows_per_step)
     trace = trace_step(model, run, rows=rows_per_step, length=job.seq_len, config=config, batch=batch)
-    sizes: dict[str, Any] = {"seq_len": job.seq_len, "element_bytes": job.weight_bytes, "lora": job.lora}
-    held = footprint(
-        shape, plan, cpu=True, logits=job.logits, images=job.images, seq_len=job.seq_len,
-        element_bytes=job.weight_bytes, lora=job.lora,
-    )  # fmt: skip
+    traced_job = _as_traced(job)
+    held = footprint(shape, plan, traced_job)
     rows: list[tuple[str, ...]] = [("bytes of rank 0", "estimated", "traced", "ratio")]
     for name in ("parameters", "activations", "gradients", "optimizer", "peak"):
         if name != "activations" or count == 1:
             rows.append(_row(name, getattr(held, name), getattr(trace, name)))
     lines = [f"Traced {plan.label} on {plan.world_size} fake ranks, {count} of its micro-batches, {_where(plan)}:"]
-    lines += ["", grid(rows), "", grid(_traffic_rows(shape, plan, trace, sizes), left=3)]
+    lines += ["", grid(rows), "", grid(_traffic_rows(shape, plan, trace, traced_job), left=3)]
     return "\n".join(lines)
 
 
@@ -171,7 +168,7 @@ def _of_stage(model: nn.Module, shape: ModelShape, plan: Candidate, job: Job, st
     config = ToDistributedConfig(gather_logits=job.logits == "gathered")
     batch = _images(model, shape, job, rows)
     trace = trace_step(model, run, rows=rows, length=job.seq_len, rank=rank, config=config, batch=batch)
-    held = stage_memory(shape, plan, dataclasses.replace(job, on_cpu=True, plain_attention=False), stage)
+    held = stage_memory(shape, plan, _as_traced(job), stage)
     sizes = [
         (f"bytes of rank {rank}", "estimated", "traced", "ratio"),
         _row("parameters", held.weights, trace.parameters),
@@ -182,6 +179,10 @@ def _of_stage(model: nn.Module, shape: ModelShape, plan: Candidate, job: Job, st
         f"Traced {plan.label} on {plan.world_size} fake ranks, stage {stage} of {plan.pp}, {count} of its "
         f"micro-batches, {_where(plan)}:\n\n{grid(sizes)}"
     )
+
+
+def _as_traced(job: Job) -> Job:
+    return dataclasses.replace(job, on_cpu=True, plain_attention=False)
 
 
 def _where(plan: Candidate) -> str:
@@ -195,8 +196,8 @@ def _row(name: str, estimated: float, traced: float) -> tuple[str, ...]:
     return name, f"{estimated:,.0f}", f"{traced:,.0f}", f"{estimated / traced:.3f}" if traced else "-"
 
 
-def _traffic_rows(shape: ModelShape, plan: Candidate, trace: Trace, sizes: dict[str, Any]) -> list[tuple[str, ...]]:
-    estimated = step_traffic(shape, plan, gloo=True, **sizes)
+def _traffic_rows(shape: ModelShape, plan: Candidate, trace: Trace, job: Job) -> list[tuple[str, ...]]:
+    estimated = step_traffic(shape, plan, job)
     rows: list[tuple[str, ...]] = [("axis", "collective", "", "estimated", "traced")]
     for axis in estimated["forward"]:
         phases = [(estimated[name][axis], trace.traffic[name][axis]) for name in estimated]

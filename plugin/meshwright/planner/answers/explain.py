@@ -34,7 +34,7 @@ def method_reasons(found: Search, plan: Candidate) -> Iterator[str]:
     best = model.step(plan, job)
 
     def sent(plan: Candidate) -> str:
-        both = exchanges(shape.runs[0], plan, seq_len=job.seq_len, element_bytes=job.activation_bytes)
+        both = exchanges(shape.runs[0], plan, job)
         size = sum(x.count * x.bytes * (x.ranks - 1) / x.ranks if x.kind != "send" else x.count * x.bytes
                    for phase in both for x in phase)  # fmt: skip
         return f"a rank sends {size / 2**20:,.0f} MiB per layer and micro-batch"

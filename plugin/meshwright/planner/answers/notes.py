@@ -69,7 +69,7 @@ def expert_line(found: Search, plan: Candidate) -> str:
     if plan.ep == 1:
         return f"{words}; all of them on every rank of a layer"
     tokens = plan.micro_batch * job.seq_len / plan.cp / plan.sp
-    size = experts.sent_bytes(tokens, plan.ep, job.activation_bytes, job.expert_load) * (1 - 1 / plan.ep)
+    size = experts.sent_bytes(tokens, plan.ep, job.element_bytes, job.expert_load) * (1 - 1 / plan.ep)
     count = 6 if plan.recompute == "full" else 4
     routing = "balanced routing" if job.expert_load == 1 else "rows of the fullest rank over the mean"
     return (
@@ -230,7 +230,7 @@ class _Remedies:
     def trainings(self) -> Iterator[str]:
         """Yield the adapters with which a plan fits."""
         cluster, job = self.found.cluster, self.found.job
-        if job.activation_bytes > 2:
+        if job.element_bytes > 2:
             return
         ways: list[Lora] = []
         if job.lora is None:

@@ -16,7 +16,7 @@ from meshwright.planner.job.adapters import Lora, trained_bytes
 from meshwright.planner.job.optimizers import OptimizerKind, optimizer_kind
 from meshwright.planner.job.shapes import ModelShape
 
-Recompute = Literal["none", "selective", "per-op", "full"]
+Recompute = Literal["none", "selective", "full"]
 Precision = Literal["bf16", "fp8", "fp4"]
 Logits = Literal["chunked", "sharded", "gathered"]
 
@@ -29,23 +29,16 @@ class Job:
         seq_len: tokens per sequence.
         global_batch: sequences per optimizer step, over all devices.
         precision: the dtype of the layers' matrix multiplications; the head and attention stay in 16 bits.
-        weight_bytes: bytes per weight as the layers read it.
-        gradient_bytes: bytes per gradient element.
-        optimizer_bytes: bytes of optimizer state per weight: 8 for Adam over 32-bit weights, 12 with a 32-bit master
-            copy of 16-bit weights.
-        activation_bytes: bytes per activation element: 2, or 4 if everything is computed in 32 bits.
-        fused_attention: whether the attention kernel keeps its scores on chip (flash attention, SDPA's fused kernels).
+        element_bytes: bytes per weight, gradient and activation: 2, or 4 if everything is computed in 32 bits.
+        optimizer_bytes: bytes per weight of the state that a step of AdamW moves: 8 over 32-bit weights, 12 with a
+            32-bit master copy of 16-bit weights.
         plain_attention: whether attention over keys that query heads share runs in plain operations, as in float32 on
             CUDA, even if other attention is fused.
-        own_runtime: whether the job runs on this library, whose memory is known tensor by tensor; if not, the job runs
-            on a library like Megatron-LM.
-        whole_recompute: whether recompute repeats whole layers, as Megatron-LM's reentrant checkpoint does. That of
-            this library, and of PyTorch since 2.1, stops after the last tensor that backward reads.
         on_cpu: whether the job runs on CPU with gloo.
         expert_load: rows that the experts of the fullest rank get, relative to the mean over the ranks that share the
             experts; 1 for balanced routing.
         prefers_masters: whether plans that keep 32-bit masters of 16-bit weights come before all that do not.
-        logits: the logits that this library's runtime has in memory at once: those of one chunk of tokens, those of all
+        logits: the logits that the runtime has in memory at once: those of one chunk of tokens, those of all
             tokens for a rank's part of the vocabulary, or those of all tokens and words.
         images: images per sequence, of a model with a tower.
         lora: the adapters that alone are trained; None if all weights are.
@@ -62,14 +55,9 @@ class Job:
     seq_len: int
     global_batch: int
     precision: Precision = "bf16"
-    weight_bytes: int = 2
-    gradient_bytes: int = 2
+    element_bytes: int = 2
     optimizer_bytes: int = 12
-    activation_bytes: int = 2
-    fused_attention: bool = True
     plain_attention: bool = False
-    own_runtime: bool = False
-    whole_recompute: bool = False
     on_cpu: bool = False
     expert_load: float = 1.0
     prefers_masters: bool = False
@@ -101,13 +89,11 @@ class Job:
             may_autocast: whether the program may run under autocast, where attention computes in 16 bits.
 
         Example:
-            >>> Job(seq_len=8, global_batch=2).in_32_bits().activation_bytes
+            >>> Job(seq_len=8, global_batch=2).in_32_bits().element_bytes
             4
         """
-        plain = self.own_runtime and not self.on_cpu and not may_autocast
-        return replace(
-            self, weight_bytes=4, gradient_bytes=4, optimizer_bytes=8, activation_bytes=4, plain_attention=plain
-        )
+        plain = not self.on_cpu and not may_autocast
+        return replace(self, element_bytes=4, optimizer_bytes=8, plain_attention=plain)
 
     @property
     def trains_today(self) -> bool:
@@ -117,7 +103,7 @@ class Job:
     @property
     def dtype(self) -> str:
         """The dtype of the weights, by its name in torch."""
-        return "float32" if self.weight_bytes == 4 else "bfloat16"
+        return "float32" if self.element_bytes == 4 else "bfloat16"
 
     @property
     def kind(self) -> OptimizerKind:
@@ -127,7 +113,7 @@ class Job:
     @property
     def trained_bytes(self) -> int:
         """Bytes per trained weight as the layers read it."""
-        return trained_bytes(self.lora, self.weight_bytes)
+        return trained_bytes(self.lora, self.element_bytes)
 
     @property
     def method(self) -> str:
@@ -136,7 +122,7 @@ class Job:
 
     def rounds_updates(self, plan: Candidate) -> bool:
         """Whether a plan updates 16-bit weights themselves, without 32-bit masters."""
-        return self.own_runtime and self.trained_bytes == 2 and plan.zero_stage == 0
+        return self.trained_bytes == 2 and plan.zero_stage == 0
 
     @property
     def tokens(self) -> int:
@@ -164,8 +150,7 @@ class Candidate(AxisSizes):
         micro_batch: sequences that one data-parallel rank runs at once.
         accumulation: micro-batches per step.
         zero_stage: what ZeRO shards: 1 the optimizer state, 2 gradients too, 3 weights too.
-        recompute: what backward recomputes: nothing, attention, every second matmul and all elementwise work (as
-            torchtitan's selective checkpointing by operations), or ``recomputed`` whole layers of each rank.
+        recompute: what backward recomputes: nothing, attention, or ``recomputed`` whole layers of each rank.
         recomputed: number of layers per rank to recompute with recompute="full"; None for all.
         reduce_dtype: the dtype in which gradients travel over dp; None for the gradients' own.
         offload: what the host has in the devices' place: "optimizer" or None.
@@ -285,16 +270,16 @@ class Candidate(AxisSizes):
         """Whether the gradients of the weights are computed apart from those of the activations."""
         return self.pp > 1 and self.schedule in SPLIT_BACKWARD
 
-    def summed_bytes(self, gradient_bytes: int, *, own_runtime: bool = True) -> int:
+    def summed_bytes(self, gradient_bytes: int) -> int:
         """Return the bytes of an element in which backward leaves gradients of ``gradient_bytes`` to be reduced.
 
         Example:
-            >>> Candidate(zero_stage=1).summed_bytes(2)  # this runtime's ZeRO keeps 16-bit gradients in 32 bits
+            >>> Candidate(zero_stage=1).summed_bytes(2)  # ZeRO keeps 16-bit gradients in 32 bits
             4
         """
-        return max(gradient_bytes, 4) if self.zero_stage and own_runtime else gradient_bytes
+        return max(gradient_bytes, 4) if self.zero_stage else gradient_bytes
 
-    def sent_bytes(self, gradient_bytes: int, *, own_runtime: bool = True) -> int:
+    def sent_bytes(self, gradient_bytes: int) -> int:
         """Return the bytes in which a gradient element of ``gradient_bytes`` travels over dp.
 
         Example:
@@ -303,7 +288,7 @@ class Candidate(AxisSizes):
             >>> Candidate(replicate=2, reduce_dtype="bfloat16").sent_bytes(4)
             2
         """
-        wide = self.summed_bytes(gradient_bytes, own_runtime=own_runtime)
+        wide = self.summed_bytes(gradient_bytes)
         return wide if self.reduce_dtype is None else min(wide, 2)
 
     @property

@@ -13,57 +13,45 @@ from dataclasses import dataclass
 from meshwright.plan.parts import BLOCK, SUMMED_WORDS, group_sizes, head_chunk, local_tokens
 from meshwright.planner.context_cost import exchanged_keys, runs_flash, shares_keys
 from meshwright.planner.job.adapters import ADAPTER_BYTES, Lora, saved_by_adapters
-from meshwright.planner.job.candidate import Candidate, Logits
+from meshwright.planner.job.candidate import Candidate, Job, Logits
 from meshwright.planner.job.layer_shape import LayerShape
 from meshwright.planner.job.measured import RankShare, TowerShape
 from meshwright.planner.job.shapes import ModelShape
 
 
-def saved_by_head(
-    shape: ModelShape, plan: Candidate, tokens: int, b: int, logits: Logits, *, frozen: bool = False
-) -> float:
-    """Return the bytes that the head and the loss save for backward.
+def rank_tokens(plan: Candidate, job: Job) -> int:
+    """Return the tokens of a rank's micro-batch."""
+    return plan.micro_batch * local_tokens(job.seq_len, plan.cp)
 
-    Args:
-        shape: the model.
-        plan: the plan, whose tp cuts the vocabulary.
-        tokens: the tokens of this rank's micro-batch.
-        b: bytes per element of the model's dtype.
-        logits: the logits that are in memory at once, as in ``Job``.
-        frozen: whether the head's weight gets no gradient.
+
+def saved_by_head(shape: ModelShape, plan: Candidate, job: Job) -> float:
+    """Return the bytes that the head and the loss save for backward.
 
     Example:
         >>> shape = ModelShape.of(name="m", layers=2, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=128, vocab=1000)
-        >>> [saved_by_head(shape, Candidate(tp=2), 16, 2, logits) for logits in ("chunked", "sharded", "gathered")]
+        >>> jobs = [Job(seq_len=16, global_batch=1, logits=logits) for logits in ("chunked", "sharded", "gathered")]
+        >>> [saved_by_head(shape, Candidate(tp=2), job) for job in jobs]
         [66048, 34048, 66048]
     """
+    tokens, b, logits, frozen = rank_tokens(plan, job), job.element_bytes, job.logits, job.lora is not None
     if logits == "chunked":  # the gradients of the head's input and weight
         return (tokens + (0 if frozen else _words(shape, plan, logits))) * shape.hidden * b
     # The head's input, which a frozen head does not read again, and a softmax in 32 bits.
     return tokens * ((0 if frozen else shape.hidden * b) + 4 * _words(shape, plan, logits))
 
 
-def head_peak(
-    shape: ModelShape, plan: Candidate, tokens: int, b: int, *, cpu: bool, logits: Logits, frozen: bool = False
-) -> float:
+def head_peak(shape: ModelShape, plan: Candidate, job: Job) -> float:
     """Return the bytes of the head and the loss at their peak, from the head's input on.
-
-    Args:
-        shape: the model.
-        plan: the plan, whose tp cuts the vocabulary.
-        tokens: the tokens of this rank's micro-batch.
-        b: bytes per element of the model's dtype.
-        cpu: whether the plan runs on CPU, where 16-bit products are widened before they are summed.
-        logits: the logits that are in memory at once, as in ``Job``.
-        frozen: whether the head's weight gets no gradient.
 
     Example:
         >>> shape = ModelShape.of(name="8B", layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336,
         ...                       vocab=128256)
         >>> whole = 4 * 8192 * 128256  # 32-bit logits
-        >>> round(head_peak(shape, Candidate(), 8192, 2, cpu=False, logits="chunked") / whole, 2)
+        >>> round(head_peak(shape, Candidate(), Job(seq_len=8192, global_batch=1)) / whole, 2)
         0.78
     """
+    tokens, b, logits, frozen = rank_tokens(plan, job), job.element_bytes, job.logits, job.lora is not None
+    cpu = job.on_cpu  # where 16-bit products are widened before they are summed
     if logits != "chunked":
         own, read = tokens * _words(shape, plan, "sharded"), tokens * _words(shape, plan, logits)
         # The loss of a part of the words overwrites 32-bit logits; torch's loss keeps the logarithm of the softmax.
@@ -87,11 +75,9 @@ def head_peak(
     return 2 * tokens * shape.hidden * b + peak  # the head's input, and its gradient
 
 
-def after_head(shape: ModelShape, plan: Candidate, tokens: int, b: int, logits: Logits) -> float:
-    """Return the bytes that the backward of the loss needs at its peak, besides what forward saved.
-
-    The arguments are those of ``saved_by_head``.
-    """
+def after_head(shape: ModelShape, plan: Candidate, job: Job) -> float:
+    """Return the bytes that the backward of the loss needs at its peak, besides what forward saved."""
+    tokens, b, logits = rank_tokens(plan, job), job.element_bytes, job.logits
     if logits == "chunked":
         return 0.0
     words, read = _words(shape, plan, "sharded"), tokens * _words(shape, plan, logits)
@@ -123,32 +109,28 @@ _SCORES_BACKWARD = {2: 18, 4: 20}
 _MATH_FORWARD, _MATH_BACKWARD = 2.25, 3
 
 
-def attention_memory(
-    layer: LayerShape, plan: Candidate, *, seq_len: int, element_bytes: int, plain: bool = False
-) -> tuple[float, float]:
+def attention_memory(layer: LayerShape, plan: Candidate, job: Job) -> tuple[float, float]:
     """Return the bytes that the attention of one layer needs in forward and in backward, besides what it saves.
-
-    Args:
-        layer, plan, seq_len, element_bytes: the layer, the plan, and the sizes.
-        plain: whether attention over shared keys is not fused, as ``Job.plain_attention``.
 
     Example:
         >>> layer = LayerShape(count=2, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=128)
-        >>> ulysses, ring = (attention_memory(layer, Candidate(cp=4, context=method), seq_len=32768, element_bytes=2)
+        >>> job = Job(seq_len=32768, global_batch=1)
+        >>> ulysses, ring = (attention_memory(layer, Candidate(cp=4, context=method), job)
         ...                  for method in ("ulysses", "ring"))
         >>> ulysses[0] < ring[0] < ring[1]
         True
     """
-    if plain and shares_keys(layer, plan, seq_len):
-        scores = plan.micro_batch * seq_len**2 * element_bytes * layer.heads / plan.tp
+    seq_len, b = job.seq_len, job.element_bytes
+    if job.plain_attention and shares_keys(layer, plan, seq_len):
+        scores = plan.micro_batch * seq_len**2 * b * layer.heads / plan.tp
         return _MATH_FORWARD * scores, _MATH_BACKWARD * scores
     if plan.cp == 1:
         return 0.0, 0.0
-    b, inner = element_bytes, group_sizes(plan.context, plan.cp, plan.ulysses)[0]
+    inner = group_sizes(plan.context, plan.cp, plan.ulysses)[0]
     has_flash = runs_flash(layer, seq_len)
     if plan.context in ("gather", "ulysses") and not has_flash:
         return _in_blocks(layer, plan, seq_len, b)
-    rows = plan.micro_batch * local_tokens(seq_len, plan.cp)
+    rows = rank_tokens(plan, job)
     query, keys = layer.query_width / plan.tp, exchanged_keys(layer, plan)
     sent = b * rows * (query + 2 * keys) * 2 if inner > 1 else 0.0  # both sides of an exchange of heads
     if plan.context == "ulysses":
@@ -162,9 +144,9 @@ def attention_memory(
     return max(forward + shifted, sent), max(backward + shifted + 3 * rows * 2 * keys * 4, sent)
 
 
-def embedding_memory(shape: ModelShape, plan: Candidate, *, seq_len: int, element_bytes: int) -> float:
+def embedding_memory(shape: ModelShape, plan: Candidate, job: Job) -> float:
     """Return the bytes of the embeddings of whole rows, which a decoder's forward holds under cp until it returns."""
-    return 0.0 if plan.cp == 1 else float(plan.micro_batch * seq_len * shape.hidden * element_bytes)
+    return 0.0 if plan.cp == 1 else float(plan.micro_batch * job.seq_len * shape.hidden * job.element_bytes)
 
 
 def _of_flash(queries: float, b: int) -> tuple[float, float]:
@@ -269,32 +251,24 @@ class Saved:
         return held + (self.arguments if recomputed else 0)
 
 
-def saved_activations(
-    shape: ModelShape, plan: Candidate, *, seq_len: int, element_bytes: int, logits: Logits = "chunked",
-    expert_load: float = 1.0, images: float = 1.0, lora: Lora | None = None, plain_attention: bool = False,
-) -> Saved:  # fmt: skip
+def saved_activations(shape: ModelShape, plan: Candidate, job: Job) -> Saved:
     """Return the bytes that forward saves for one micro-batch.
 
-    Args:
-        shape: the model.
-        plan: the plan; its dp and its ZeRO stage make no difference.
-        seq_len: tokens per sequence, of which a rank of cp holds a part.
-        element_bytes: bytes per element of the model's dtype: 2, or 4 for float32.
-        logits, expert_load, images, lora, plain_attention: as in ``Job``.
+    The plan's dp and its ZeRO stage make no difference.
 
     Example:
         >>> shape = ModelShape.of(name="7B", layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008,
         ...                       vocab=32000)
-        >>> saved = saved_activations(shape, Candidate(), seq_len=2048, element_bytes=2)
+        >>> saved = saved_activations(shape, Candidate(), Job(seq_len=2048, global_batch=1))
         >>> round(saved.runs[0].layer / (2048 * 4096), 2)
         45.53
     """
-    b, tp = element_bytes, plan.tp
+    b, tp, seq_len, lora = job.element_bytes, plan.tp, job.seq_len, job.lora
     tokens = local_tokens(seq_len, plan.cp)
     n = plan.micro_batch * tokens
     # This rank's share of the positions between blocks, after padding to a multiple of tp.
     share = -(-tokens // tp) / tokens if plan.sequence_parallel else 1.0
-    of_head = saved_by_head(shape, plan, n, b, logits, frozen=lora is not None)
+    of_head = saved_by_head(shape, plan, job)
     is_measured = any(run.measured for run in shape.runs)  # their masks are among what is measured
     rotated = max(run.head_dim * (4 if run.traits.rotates_in_float32 else b) for run in shape.runs)
     embedded = 0.0
@@ -305,15 +279,13 @@ def saved_activations(
         # Nothing before the first adapter needs a gradient, so what the first norm reads is not kept.
         embedded = -_norm(shape.runs[0], n, share, b, frozen=True)
     return Saved(
-        runs=tuple(
-            _saved_by_layer(run, plan, seq_len, b, share, expert_load, lora, plain_attention) for run in shape.runs
-        ),
+        runs=tuple(_saved_by_layer(run, plan, job, share) for run in shape.runs),
         shared=2.0 * tokens * rotated + embedded,
         # Under cp, masks are functions, and a block of a mask is made where it is needed.
         arguments=8 * tokens + (_masks(shape, n, seq_len, b) if plan.cp == 1 and not is_measured else 0),
         head=_norm(shape.runs[-1], n, share, b, frozen=lora is not None) + of_head,
         of_head=of_head,
-        towers=_tower(shape.towers, plan, b, images) if lora is None else 0.0,
+        towers=_tower(shape.towers, plan, b, job.images) if lora is None else 0.0,
     )
 
 
@@ -328,15 +300,12 @@ def _tower(towers: TowerShape | None, plan: Candidate, b: int, images: float) ->
     return (saved[b >= 4] + towers.pixels[b >= 4]) * plan.micro_batch * images
 
 
-def _saved_by_layer(
-    layer: LayerShape, plan: Candidate, seq_len: int, b: int, share: float, expert_load: float, lora: Lora | None,
-    plain_attention: bool,
-) -> SavedByLayer:  # fmt: skip
-    traits, tp = layer.traits, plan.tp
-    n = plan.micro_batch * local_tokens(seq_len, plan.cp)
+def _saved_by_layer(layer: LayerShape, plan: Candidate, job: Job, share: float) -> SavedByLayer:
+    traits, tp, b, lora = layer.traits, plan.tp, job.element_bytes, job.lora
+    n = rank_tokens(plan, job)
     hidden = layer.hidden * share
     if layer.measured is not None:
-        last, others = layer.measured.saved(measured_share(layer, plan, seq_len, b), layer.hidden)
+        last, others = layer.measured.saved(measured_share(layer, plan, job), layer.hidden)
         if lora is not None:
             of_attention, of_mlp = saved_by_adapters(layer, lora, tp, b)
             last, others = last + of_mlp, others + of_attention
@@ -346,7 +315,7 @@ def _saved_by_layer(
     # parallelism keeps a rank's part of what it gathers.
     inputs = 2 * n * hidden * b * (keeps_inputs(lora, b) or plan.sp > 1)
     block = (traits.norms * _norm(layer, n, share, b, frozen=is_frozen) + inputs) / 2
-    of_attention = _attention(layer, plan, seq_len, b, keeps_input=keeps_inputs(lora, b), plain=plain_attention)
+    of_attention = _attention(layer, plan, job)
     attention = block + n * of_attention + _query_norm(layer, n, b, tp, frozen=is_frozen)
     inside = 2 * layer.mlp_inputs - (not keeps_inputs(lora, b))  # the input of the last projection is one of these
     mlp = block + n * b * (layer.ffn / tp) * inside
@@ -355,7 +324,7 @@ def _saved_by_layer(
         attention += n * of_adapters[0]
         mlp += n * of_adapters[1]
     if layer.experts is not None:
-        rows = layer.experts.rows(n * share, plan.ep, expert_load)
+        rows = layer.experts.rows(n * share, plan.ep, job.expert_load)
         mlp += layer.experts.saved(rows, b) + n * share * layer.experts.count * _ROUTED
     return SavedByLayer(count=layer.count, layer=attention + mlp, attention=attention, kept=n * hidden * b)
 
@@ -369,10 +338,10 @@ def keeps_inputs(lora: Lora | None, b: int) -> bool:
     return lora is None or b >= ADAPTER_BYTES or lora.quantised == "int8"
 
 
-def measured_share(layer: LayerShape, plan: Candidate, seq_len: int, element_bytes: int) -> RankShare:
+def measured_share(layer: LayerShape, plan: Candidate, job: Job) -> RankShare:
     """Return the share that a rank has of what was measured of a layer."""
     return RankShare(
-        element_bytes=element_bytes, length=local_tokens(seq_len, plan.cp), tp=plan.tp, own_tokens=1 / plan.sp,
+        element_bytes=job.element_bytes, length=local_tokens(job.seq_len, plan.cp), tp=plan.tp, own_tokens=1 / plan.sp,
         cuts_scores=layer.traits.keeps_scores,
     )  # fmt: skip
 
@@ -397,8 +366,10 @@ def _masks(shape: ModelShape, n: int, seq_len: int, b: int) -> float:
     return seq_len**2 if any(_is_masked(run, seq_len) for run in shape.runs) else 0
 
 
-def _attention(layer: LayerShape, plan: Candidate, seq_len: int, b: int, *, keeps_input: bool, plain: bool) -> float:
+def _attention(layer: LayerShape, plan: Candidate, job: Job) -> float:
     """Return the bytes per position that attention saves, from q, k and v to what the output projection keeps."""
+    seq_len, b = job.seq_len, job.element_bytes
+    keeps_input = keeps_inputs(job.lora, b)
     if plan.cp > 1:
         return _in_parts(layer, plan, seq_len, b, keeps_input=keeps_input)
     tp = plan.tp
@@ -409,7 +380,7 @@ def _attention(layer: LayerShape, plan: Candidate, seq_len: int, b: int, *, keep
         capped = b
         scores = heads * seq_len * (capped + 4 + (b if b < 4 else 0))
         return b * (3 * query + read) + scores
-    if plain and shares_keys(layer, plan, seq_len):
+    if job.plain_attention and shares_keys(layer, plan, seq_len):
         # The softmax of the scores, and scaled or repeated copies of q, k and v for every query head.
         return b * (3 * query + read + heads * seq_len)
     masked = _is_masked(layer, seq_len)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
-from meshwright.plan.parts import IN_FLIGHT, flat_offsets, local_tokens, sharded_length
-from meshwright.planner.job.adapters import ADAPTER_BYTES, Lora, trained_bytes
-from meshwright.planner.job.candidate import Candidate, Logits, count_recomputed
+from meshwright.plan.parts import IN_FLIGHT, flat_offsets, sharded_length
+from meshwright.planner.job.adapters import ADAPTER_BYTES, Lora
+from meshwright.planner.job.candidate import Candidate, Job, count_recomputed
 from meshwright.planner.job.layer_shape import LayerShape
-from meshwright.planner.job.optimizers import OptimizerKind
 from meshwright.planner.job.shapes import ModelShape
 from meshwright.planner.memory.activations import (
     Saved,
@@ -19,6 +18,7 @@ from meshwright.planner.memory.activations import (
     embedding_memory,
     head_peak,
     measured_share,
+    rank_tokens,
     saved_activations,
 )
 from meshwright.planner.memory.held_states import (
@@ -60,46 +60,37 @@ class Footprint:
         return max(self.peaks.values())
 
 
-def footprint(
-    shape: ModelShape, plan: Candidate, *, seq_len: int, element_bytes: int, cpu: bool = False,
-    logits: Logits = "chunked", expert_load: float = 1.0, images: float = 1.0, lora: Lora | None = None,
-    optimizer: str | OptimizerKind = "adamw", plain_attention: bool = False,
-) -> Footprint:  # fmt: skip
+def footprint(shape: ModelShape, plan: Candidate, job: Job) -> Footprint:
     """Return the memory of the first rank.
 
     Args:
         shape: the model.
-        plan: a plan that this version can run.
-        seq_len: tokens per sequence.
-        element_bytes: bytes per element of the model's dtype.
-        cpu: whether the plan runs on CPU, where gloo's reductions and torch's optimizers use other buffers.
-        logits, expert_load, images, lora, optimizer, plain_attention: as in ``Job``.
+        plan: a plan without pipeline stages that this version can run.
+        job: the job. On CPU, gloo's reductions and torch's optimizers use other buffers.
 
     Example:
         >>> shape = ModelShape.of(name="m", layers=2, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=128, vocab=100)
-        >>> held = footprint(shape, Candidate(), seq_len=16, element_bytes=4)
+        >>> job = Job(seq_len=16, global_batch=1).in_32_bits()
+        >>> held = footprint(shape, Candidate(), job)
         >>> held.optimizer == 2 * held.parameters
         True
-        >>> footprint(shape, Candidate(zero_stage=1, offload="optimizer"), seq_len=16, element_bytes=4).optimizer
+        >>> footprint(shape, Candidate(zero_stage=1, offload="optimizer"), job).optimizer
         0
     """
-    b = element_bytes
+    b, lora, cpu = job.element_bytes, job.lora, job.on_cpu
     layout = Candidate(
         shard=plan.data_ranks, tp=plan.tp, sequence_parallel=plan.sequence_parallel, zero_stage=plan.zero_stage,
         reduce_dtype=plan.reduce_dtype, ep=plan.ep,
     )  # fmt: skip
     counted = _Elements.of(shape, layout, lora)
     elements = counted.whole
-    saved = saved_activations(
-        shape, plan, seq_len=seq_len, element_bytes=b, logits=logits, expert_load=expert_load, images=images, lora=lora,
-        plain_attention=plain_attention,
-    )  # fmt: skip
+    saved = saved_activations(shape, plan, job)
     is_sharded = plan.zero_stage > 0 and plan.data_ranks > 1
-    trained = trained_bytes(lora, b)
+    trained = job.trained_bytes
     state = 4 if is_sharded else trained
     own = counted.own if is_sharded else elements
     is_gathered = is_sharded and plan.zero_stage == 3
-    states = held_states(shape, layout, optimizer, lora, unit=state)
+    states = held_states(shape, layout, job.optimizer, lora, unit=state)
     optimizer_state = states.bytes
     if is_sharded and trained < 4 and not is_gathered:
         optimizer_state += 4 * counted.own_padded
@@ -114,15 +105,10 @@ def footprint(
     gathered = _Gathered.of(shape, layout, lora, b) if is_gathered else _Gathered()
     recomputed = count_recomputed(plan, shape.layers)
     # All micro-batches but the last run backward within the model's call and add their gradients in 32 bits.
-    micro = _MicroBatch(
-        shape=shape, plan=plan, seq_len=seq_len, element_bytes=b, saved=saved, recomputed=recomputed, gathered=gathered,
-        cpu=cpu, logits=logits, expert_load=expert_load, lora=lora, plain_attention=plain_attention,
-    )  # fmt: skip
+    micro = _MicroBatch(shape=shape, plan=plan, job=job, saved=saved, recomputed=recomputed, gathered=gathered)
     unpacked = 0.0 if lora is None else max(lora.unpacked(run, plan.tp, b) for run in shape.runs)
-    forward, backward = (
-        _forward(micro) + unpacked,
-        unpacked + _backward(micro, counted, _gradients(shape, layout, lora, trained, cpu)),
-    )
+    forward = _forward(micro) + unpacked
+    backward = unpacked + _backward(micro, counted, _gradients(shape, layout, lora, trained, cpu))
     accumulated: float = 4 * elements if plan.accumulation > 1 else 0
     if accumulated and is_sharded and plan.zero_stage > 1:
         # ZeRO-2 and 3 reduce gradients as they arrive, and each rank adds up its shard.
@@ -225,25 +211,19 @@ class _Gathered:
 
 @dataclass(frozen=True, kw_only=True)
 class _MicroBatch:
-    """One micro-batch on one rank: its sizes, what forward saves and gathers for it, its logits, and the device."""
+    """One micro-batch on one rank: its sizes, and what forward saves and gathers for it."""
 
     shape: ModelShape
     plan: Candidate
-    seq_len: int
-    element_bytes: int
+    job: Job
     saved: Saved
     recomputed: int
     gathered: _Gathered
-    cpu: bool
-    logits: Logits
-    expert_load: float
-    lora: Lora | None
-    plain_attention: bool
 
-    @property
+    @cached_property
     def positions(self) -> int:
         """The tokens that a rank holds."""
-        return self.plan.micro_batch * local_tokens(self.seq_len, self.plan.cp)
+        return rank_tokens(self.plan, self.job)
 
     def in_mlp(self, layer: LayerShape, width: int) -> float:
         """Return the temporary bytes of an MLP that holds ``width`` times its width, and of the experts beside it."""
@@ -251,36 +231,26 @@ class _MicroBatch:
             return self.positions * self.working(layer)[0]
         plan, held = self.plan, self.positions * width * layer.ffn / self.plan.tp
         if layer.experts is not None:
-            held += layer.experts.working(layer.experts.rows(self.positions / plan.sp, plan.ep, self.expert_load))
-        return self.element_bytes * held
+            held += layer.experts.working(layer.experts.rows(self.positions / plan.sp, plan.ep, self.job.expert_load))
+        return self.job.element_bytes * held
 
     @property
     def is_widened(self) -> bool:
         """Whether adapters compute in more bits than the base."""
-        return self.lora is not None and self.element_bytes < ADAPTER_BYTES
+        return self.job.lora is not None and self.job.element_bytes < ADAPTER_BYTES
 
     def working(self, layer: LayerShape) -> tuple[float, float, float]:
         """Return the measured temporary bytes per token of a layer: forward, the last block's backward, the others'."""
         assert layer.measured is not None
-        return layer.measured.working(measured_share(layer, self.plan, self.seq_len, self.element_bytes))
-
-    def attention(self, layer: LayerShape) -> tuple[float, float]:
-        """Return the temporary bytes of one attention that is not one fused kernel, in forward and in backward."""
-        return attention_memory(
-            layer, self.plan, seq_len=self.seq_len, element_bytes=self.element_bytes, plain=self.plain_attention
-        )
+        return layer.measured.working(measured_share(layer, self.plan, self.job))
 
 
 def _forward(micro: _MicroBatch) -> float:
-    shape, plan, b, n = micro.shape, micro.plan, micro.element_bytes, micro.positions
-    saved, recomputed, gathered = micro.saved, micro.recomputed, micro.gathered
+    shape, plan, job, n = micro.shape, micro.plan, micro.job, micro.positions
+    b, saved, recomputed, gathered = job.element_bytes, micro.saved, micro.recomputed, micro.gathered
     layer, own = shape.runs[-1], saved.runs[-1]
     total = saved.total(recomputed)
-    at_loss = (
-        total
-        - saved.of_head
-        + head_peak(shape, plan, n, b, cpu=micro.cpu, logits=micro.logits, frozen=micro.lora is not None)
-    )
+    at_loss = total - saved.of_head + head_peak(shape, plan, job)
     # When the last layer ends, its saved tensors are alive, and so is its output, both before and after the
     # reduction over tp.
     before = total - saved.head
@@ -289,10 +259,10 @@ def _forward(micro: _MicroBatch) -> float:
     wide = 4 * n * layer.ffn / plan.tp if micro.is_widened else 0.0  # the last adapter's copy of its input
     in_recomputed = min(own.layer - own.kept, micro.in_mlp(layer, 3) + n * b * 3 * shape.hidden + wide)
     in_layer = before + (0 if is_last_kept else in_recomputed) + _joined(shape, plan, n, b)
-    in_attention = before + own.attention - (own.layer if is_last_kept else own.kept) + micro.attention(layer)[0]
+    kept = own.layer if is_last_kept else own.kept
+    in_attention = before + own.attention - kept + attention_memory(layer, plan, job)[0]
     in_norm = total - saved.of_head + _in_last_norm(shape, plan, n, b)
-    embedded = embedding_memory(shape, plan, seq_len=micro.seq_len, element_bytes=b)
-    in_decoder = max(in_norm, max(in_layer, in_attention) + gathered.layers) + embedded
+    in_decoder = max(in_norm, max(in_layer, in_attention) + gathered.layers) + embedding_memory(shape, plan, job)
     return max(at_loss + gathered.head, in_decoder)
 
 
@@ -309,8 +279,8 @@ def _joined(shape: ModelShape, plan: Candidate, n: int, b: int) -> float:
 
 
 def _backward(micro: _MicroBatch, counted: _Elements, gradients: _Gradients) -> float:
-    shape, plan, b, n = micro.shape, micro.plan, micro.element_bytes, micro.positions
-    saved, recomputed, gathered = micro.saved, micro.recomputed, micro.gathered
+    shape, plan, job, n = micro.shape, micro.plan, micro.job, micro.positions
+    b, saved, recomputed, gathered = job.element_bytes, micro.saved, micro.recomputed, micro.gathered
     rows = n * shape.hidden * b
     total = saved.total(recomputed)
     norm = 24 * n * shape.hidden / plan.sp  # six 32-bit tensors of a norm's size
@@ -323,7 +293,7 @@ def _backward(micro: _MicroBatch, counted: _Elements, gradients: _Gradients) -> 
     before = 4 * counted.whole if plan.accumulation > 1 and not is_reduced else 0
     left_over = before * b / 4
     at_once = 4 * counted.largest if before and b < 4 else 0
-    at_head = total + gathered.head + left_over + after_head(shape, plan, n, b, micro.logits)
+    at_head = total + gathered.head + left_over + after_head(shape, plan, job)
     peak, arrived = max(total + before + at_once, at_head), Counter[int]()
     for member, arrival, most in gradients:
         layer, rest = member.layer, saved.shared + rows + saved.towers
@@ -345,7 +315,7 @@ def _backward(micro: _MicroBatch, counted: _Elements, gradients: _Gradients) -> 
                 rest += max(norm, of_mlp + in_recomputed[number] + n * width * shape.hidden)
             else:
                 # The first gradients of a layer are those of norms, before the backward of the MLP.
-                first = norm + rows if micro.lora is None else 2 * rows  # a frozen norm has none
+                first = norm + rows if job.lora is None else 2 * rows  # a frozen norm has none
                 rest += (mlp if arrived[layer] else first) + of_mlp
             rest += gathered.layers if layer else gathered.layers / 2
         elif layer == shape.layers:
@@ -362,15 +332,17 @@ def _backward(micro: _MicroBatch, counted: _Elements, gradients: _Gradients) -> 
 
 def _in_backward(micro: _MicroBatch, layer: LayerShape, norm: float) -> tuple[float, float]:
     """Return the temporary bytes of the backward of a layer's MLP and of its attention."""
-    plan, b, n = micro.plan, micro.element_bytes, micro.positions
+    plan, b, n = micro.plan, micro.job.element_bytes, micro.positions
     if layer.measured is not None:
         _, last, others = micro.working(layer)
         return max(norm, n * (last + b * layer.hidden)), max(norm, n * (others + b * layer.hidden))
     mlp = max(norm, micro.in_mlp(layer, 3) + n * b * 2 * layer.hidden)
     attention = max(norm, n * b * (3 * layer.query_width / plan.tp + 2 * layer.hidden))
     if layer.traits.keeps_scores:
-        attention += 2 * n * b * micro.seq_len * layer.heads / plan.tp  # scores, capped, their softmax, their gradients
-    return mlp, max(attention, micro.attention(layer)[1] + n * layer.hidden * b)
+        attention += (
+            2 * n * b * micro.job.seq_len * layer.heads / plan.tp
+        )  # scores, capped, their softmax, their gradients
+    return mlp, max(attention, attention_memory(layer, plan, micro.job)[1] + n * layer.hidden * b)
 
 
 @lru_cache(maxsize=64)

@@ -282,9 +282,7 @@ def _is_matrix(kind: OptimizerKind, shape: ModelShape, member: Parameter, lora: 
 
 
 def optimizer_bytes(plan: Candidate, job: Job) -> int:
-    """Return AdamW's bytes per weight; this runtime has 32-bit copies of 16-bit weights only under ZeRO."""
-    if not job.own_runtime:
-        return job.optimizer_bytes
+    """Return AdamW's bytes per weight; there are 32-bit copies of 16-bit weights only under ZeRO."""
     if job.trained_bytes == 4:
         return 8
     return 2 * job.trained_bytes if plan.zero_stage == 0 else 12

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from meshwright.plan.parts import IN_FLIGHT, local_tokens
+from meshwright.plan.parts import IN_FLIGHT
 from meshwright.plan.schedule import most_held, rank_of_stage, stages_of_rank
 from meshwright.planner.job.candidate import Candidate, Job, count_recomputed, rank_runs, stage_runs
 from meshwright.planner.job.layer_shape import LayerShape
@@ -88,7 +89,7 @@ def least_memory(shape: ModelShape, plan: Candidate, job: Job) -> float:
         >>> 0.1 < least_memory(shape, plan, job) / peak_memory(shape, plan, job).total < 1
         True
     """
-    saved = _saved(shape, plan, job)
+    saved = saved_by_stage(shape, plan, job)
     # If stages are even, ``peak_memory`` includes the first rank, but may leave out the rank of the longest stage.
     held = stage_runs(plan, shape)[plan.stages.index(max(plan.stages)) if plan.stages else 0]
     if plan.recompute != "full":
@@ -97,28 +98,13 @@ def least_memory(shape: ModelShape, plan: Candidate, job: Job) -> float:
     return sum(saved.held(held, sum(held))) + again
 
 
-def _saved(shape: ModelShape, plan: Candidate, job: Job) -> Saved:
-    """Return the bytes that forward saves for one micro-batch."""
+def saved_by_stage(shape: ModelShape, plan: Candidate, job: Job) -> Saved:
+    """Return the bytes that forward saves for one micro-batch, apart from those of the head."""
     layout = Candidate(
         tp=plan.tp, sequence_parallel=plan.sequence_parallel, cp=plan.cp, context=plan.context, ulysses=plan.ulysses,
         ep=plan.ep if job.expert_load > 1 else 1, micro_batch=plan.micro_batch,
     )  # fmt: skip
-    saved = _saved_by_layout(
-        shape, layout, seq_len=job.seq_len, element_bytes=job.activation_bytes, expert_load=job.expert_load,
-        images=job.images, lora=job.lora, plain_attention=job.plain_attention,
-    )  # fmt: skip
-    return kept_per_op(saved, shape, plan, job) if plan.recompute == "per-op" else saved
-
-
-def kept_per_op(saved: Saved, shape: ModelShape, plan: Candidate, job: Job) -> Saved:
-    """Return what is saved if backward repeats every second matmul: the input, q, v, attention and its gate or up."""
-    rows, t = plan.micro_batch * job.seq_len / plan.cp, plan.tp
-    runs = []
-    for run, layer in zip(saved.runs, shape.runs, strict=True):
-        kept = 2 * layer.query_width / t + layer.local_kv_width(t) + layer.ffn / t
-        of_layer = run.kept + rows * (job.activation_bytes * kept + 4 * layer.heads / t)
-        runs.append(replace(run, layer=min(run.layer, of_layer)))
-    return replace(saved, runs=tuple(runs))
+    return _saved_by_layout(shape, layout, job)
 
 
 def pending_weight_grads(layer: LayerShape, plan: Candidate, job: Job) -> float:
@@ -136,11 +122,16 @@ def pending_weight_grads(layer: LayerShape, plan: Candidate, job: Job) -> float:
     query, keys, inner = layer.query_width / t, layer.local_kv_width(t), layer.ffn / t
     inputs = 2 * layer.hidden / plan.sp + query + inner
     gradients = query + 2 * keys + inner * layer.mlp_inputs + 2 * layer.hidden / plan.sp
-    return rows * job.activation_bytes * (inputs + gradients)
+    return rows * job.element_bytes * (inputs + gradients)
 
 
-def held_activations(shape: ModelShape, plan: Candidate, job: Job, rank: int) -> float:
+def held_activations(shape: ModelShape, plan: Candidate, job: Job, rank: int, saved: Saved | None = None) -> float:
     """Return the bytes of the activations that a rank of the pipeline holds at most, of all micro-batches in flight.
+
+    Args:
+        shape, plan, job: the model, the plan and the job.
+        rank: the rank.
+        saved: what forward saves for one micro-batch, if it is not what ``saved_by_stage`` says.
 
     Example:
         >>> shape = ModelShape.of(name="7B", layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008,
@@ -151,7 +142,7 @@ def held_activations(shape: ModelShape, plan: Candidate, job: Job, rank: int) ->
         [4.0, 3.0, 2.0, 1.0]
     """
     counts = rank_runs(plan, shape)[rank]
-    held = _saved(shape, plan, job).held(counts, count_recomputed(plan, sum(counts)))
+    held = (saved or saved_by_stage(shape, plan, job)).held(counts, count_recomputed(plan, sum(counts)))
     each = [size / max(1, count) for size, count in zip(held, counts, strict=True)]  # no layer beside the embedding
     if plan.pp == 1:
         return sum(count * size for count, size in zip(counts, each, strict=True))
@@ -176,13 +167,9 @@ def _most_held(plan: Candidate) -> tuple[tuple[tuple[tuple[int, int], ...], ...]
     return most_held(plan.schedule, p, plan.chunks, min(m, 2 * p))
 
 
-def runtime_memory(shape: ModelShape, plan: Candidate, job: Job) -> Memory:
-    """Return the peak memory of a rank of this version's runtime, with the process and the allocator."""
-    held = footprint(
-        shape, plan, seq_len=job.seq_len, element_bytes=job.weight_bytes, cpu=job.on_cpu, logits=job.logits,
-        expert_load=job.expert_load, images=job.images, lora=job.lora, optimizer=job.optimizer,
-        plain_attention=job.plain_attention,
-    )  # fmt: skip
+def _whole_memory(shape: ModelShape, plan: Candidate, job: Job) -> Memory:
+    """Return the peak memory of a rank without pipeline stages, with the process and the allocator."""
+    held = footprint(shape, plan, job)
     phase = max(held.peaks, key=lambda name: held.peaks[name])
     rest = held.peak - held.parameters - held.optimizer
     gradients = min(rest, held.gradients if phase == "optimizer" else held.accumulated)
@@ -203,17 +190,14 @@ def runtime_memory(shape: ModelShape, plan: Candidate, job: Job) -> Memory:
 
 def stage_memory(shape: ModelShape, plan: Candidate, job: Job, stage: int) -> Memory:
     """Return the peak memory of one device of a rank of the pipeline."""
-    if job.own_runtime and plan.runs_today and plan.pp == 1:
-        return runtime_memory(shape, plan, job)
-    return _Stage(shape=shape, plan=plan, job=job, rank=stage).memory()
+    if plan.runs_today and plan.pp == 1:
+        return _whole_memory(shape, plan, job)
+    return Stage(shape=shape, plan=plan, job=job, rank=stage).memory()
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Stage:
-    """One rank of the pipeline, whose memory is estimated by formulas for each part.
-
-    The formulas are those of Megatron-LM, and of this version's runtime under a pipeline.
-    """
+class Stage:
+    """One rank of a pipeline, or of a plan that this version cannot run: its memory by a formula for each part."""
 
     shape: ModelShape
     plan: Candidate
@@ -272,7 +256,7 @@ class _Stage:
 
     def frozen(self) -> float:
         """Return the bytes of the frozen weights, which ZeRO-3 shards unless they are quantised."""
-        lora, plan, b = self.job.lora, self.plan, self.job.weight_bytes
+        lora, plan, b = self.job.lora, self.plan, self.job.element_bytes
         if lora is None:
             return 0.0
         held, (dense, experts) = zip(self.counts, self.shape.runs, strict=True), self.elements
@@ -286,7 +270,7 @@ class _Stage:
         shape, plan, job = self.shape, self.plan, self.job
         if plan.offload is not None:
             return 0.0  # the host has it
-        if not job.own_runtime or job.optimizer == "adamw":
+        if job.optimizer == "adamw":
             return self.kept(1) * optimizer_bytes(plan, job)
         return self.kept(1) * master_bytes(plan, job) + staged_states(shape, plan, job, self.trained, self.kept(1))
 
@@ -294,39 +278,44 @@ class _Stage:
         """Return the bytes of the update of one step, when the activations are already freed."""
         plan, job = self.plan, self.job
         update = 0.0 if plan.offload is not None else 4 * self.kept(1)  # with offload the host has it
-        exchange = staged_exchange(self.shape, plan, job, sum(self.counts)) if job.own_runtime else 0.0
-        return max(update, exchange)
+        return max(update, staged_exchange(self.shape, plan, job, sum(self.counts)))
 
-    def working(self, saved: Saved) -> float:
+    @cached_property
+    def saved(self) -> Saved:
+        """What forward saves for one micro-batch."""
+        return saved_by_stage(self.shape, self.plan, self.job)
+
+    def in_layer(self) -> float:
+        """Return the temporary bytes of a layer's backward, beside those of attention."""
+        largest = max(run.layer for run in self.saved.runs)
+        lora, t, b = self.job.lora, self.plan.tp, self.job.element_bytes
+        unpacked = 0.0 if lora is None else max(lora.unpacked(run, t, b) for run in self.shape.runs)
+        # When the backward of the last recomputed layer begins, the layers after it are freed already.
+        is_whole = count_recomputed(self.plan, sum(self.counts)) == sum(self.counts)
+        return unpacked + (largest if is_whole else 0.5 * largest)
+
+    def working(self) -> float:
         """Return the temporary bytes of a layer's backward."""
         shape, plan, job = self.shape, self.plan, self.job
-        largest = max(run.layer for run in saved.runs)
-        lora, t = job.lora, plan.tp
-        unpacked = 0.0 if lora is None else max(lora.unpacked(run, t, job.weight_bytes) for run in shape.runs)
-        # When the backward of the last recomputed layer begins, the layers after it are freed already.
-        is_whole = count_recomputed(plan, sum(self.counts)) == sum(self.counts)
-        working = unpacked + (largest if is_whole else 0.5 * largest)
-        if not job.own_runtime:
-            return working
-        sizes = {"seq_len": job.seq_len, "element_bytes": job.activation_bytes}
-        attention = max(max(attention_memory(run, plan, **sizes, plain=job.plain_attention)) for run in shape.runs)
-        return working + (attention + embedding_memory(shape, plan, **sizes))
+        attention = max(max(attention_memory(run, plan, job)) for run in shape.runs)
+        return self.in_layer() + (attention + embedding_memory(shape, plan, job))
 
     def logits(self) -> float:
         """Return the bytes of the head and the loss at their peak."""
         shape, plan, job = self.shape, self.plan, self.job
         if not self.is_last:
             return 0.0
-        if not job.own_runtime or plan.schedule == "gpipe":
-            # The 16-bit logits, a saved 32-bit copy, and two temporary 32-bit tensors in backward.
-            rows = plan.micro_batch * job.seq_len / plan.cp
-            return (12 + job.activation_bytes) * rows * shape.outputs / plan.tp
-        sizes = shape, plan, plan.micro_batch * local_tokens(job.seq_len, plan.cp), job.activation_bytes
-        is_frozen = job.lora is not None
-        logits = head_peak(*sizes, cpu=job.on_cpu, logits=job.logits, frozen=is_frozen)
+        if plan.schedule == "gpipe":
+            return self.whole_logits()
+        logits = head_peak(shape, plan, job)
         if job.logits == "chunked":
             return logits
-        return max(logits, saved_by_head(*sizes, job.logits, frozen=is_frozen) + after_head(*sizes, job.logits))
+        return max(logits, saved_by_head(shape, plan, job) + after_head(shape, plan, job))
+
+    def whole_logits(self) -> float:
+        """Return the bytes of 16-bit logits, a saved 32-bit copy, and two temporary 32-bit tensors in backward."""
+        rows = self.plan.micro_batch * self.job.seq_len / self.plan.cp
+        return (12 + self.job.element_bytes) * rows * self.shape.outputs / self.plan.tp
 
     def unsharded(self) -> float:
         """Return the bytes of the layers that ZeRO-3 has gathered."""
@@ -335,38 +324,46 @@ class _Stage:
             return 0.0
         rows = shape.vocab if self.rank == 0 else shape.outputs if self.is_last else 0
         unit = max(rows * shape.hidden / plan.tp, *(sum(run.rank_parameters(plan.tp, plan.ep)) for run in shape.runs))
-        return 2 * unit * job.weight_bytes + unit * job.gradient_bytes
+        return 2 * unit * job.element_bytes + unit * self.gradient_bytes
 
-    def new_gradients(self, saved: Saved, elements: float) -> float:
-        """Return the memory that a backward in this runtime's pipeline adds to the sum of earlier gradients.
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes per gradient of a micro-batch."""
+        return self.job.element_bytes
+
+    @property
+    def sums_gradients(self) -> bool:
+        """Whether backward adds the gradients of each micro-batch to a sum, which is reduced at the end."""
+        return self.plan.pp > 1
+
+    def new_gradients(self, elements: float) -> float:
+        """Return the memory that a backward in a pipeline adds to the sum of earlier gradients.
 
         At its end, the gradients of a virtual stage exist, and the activations of a micro-batch are free.
         """
         plan, counts = self.plan, self.counts
         if plan.accumulation == 1:
             return 0.0
-        freed = sum(saved.held(counts, count_recomputed(plan, sum(counts)))) / plan.chunks
+        freed = sum(self.saved.held(counts, count_recomputed(plan, sum(counts)))) / plan.chunks
         return max(0.0, elements / plan.chunks * self.job.trained_bytes - freed)
 
     def memory(self) -> Memory:
         """Return the memory at the peak."""
         shape, plan, job, elements = self.shape, self.plan, self.job, sum(self.trained)
-        is_pipeline = job.own_runtime and plan.pp > 1
         weights = self.kept(3) * job.trained_bytes + self.frozen()
-        # This runtime sums the gradients of a pipeline's micro-batches in 32 bits.
-        per_gradient = max(job.gradient_bytes, 4) if is_pipeline else job.gradient_bytes
-        gradients = self.kept(2) * per_gradient
+        # The gradients of a pipeline's micro-batches are summed in 32 bits.
+        gradients = self.kept(2) * (max(self.gradient_bytes, 4) if self.sums_gradients else self.gradient_bytes)
         optimizer = self.states()
-        saved, activations = _saved(shape, plan, job), held_activations(shape, plan, job, self.rank)
+        activations = held_activations(shape, plan, job, self.rank, self.saved)
         if self.rank == 0:
-            activations += saved.towers * min(plan.accumulation, plan.pp)
-        working, logits, unsharded = self.working(saved), self.logits(), self.unsharded()
+            activations += self.saved.towers * min(plan.accumulation, plan.pp)
+        working, logits, unsharded = self.working(), self.logits(), self.unsharded()
         buckets = 2 * BUCKET_BYTES if plan.data_ranks > 1 else 0
         communication = 0.0 if job.on_cpu else _groups(plan) * _GROUP + buckets
         # The backward of the head, the backward of the last layer and the optimizer step peak at different times.
         peak = max(working + activations, logits + activations, self.stepped())
-        if is_pipeline:
-            passed = activations + working + self.new_gradients(saved, elements)
+        if self.sums_gradients:
+            passed = activations + working + self.new_gradients(elements)
             peak = max(peak, passed, _reduction(plan, job, elements))
         rest = peak - activations if peak > activations else 0.0
         is_logits = logits >= working
@@ -393,6 +390,13 @@ def _reduction(plan: Candidate, job: Job, elements: float) -> float:
     return (2.0 if plan.zero_stage else 1.0) * min(4 * elements, IN_FLIGHT * BUCKET_BYTES)
 
 
+def fullest_stages(shape: ModelShape, plan: Candidate) -> Sequence[int]:
+    """Return the ranks of a pipeline of which one needs the most memory."""
+    # If stages are as even as possible, the ranks after the second, except the last, need less memory than the second.
+    uneven = plan.stages is not None or (plan.chunks > 1 and shape.layers % (plan.pp * plan.chunks))
+    return range(plan.pp) if plan.pp <= 2 or uneven else (0, 1, plan.pp - 1)
+
+
 def peak_memory(shape: ModelShape, plan: Candidate, job: Job) -> Memory:
     """Return the memory of the rank of the pipeline that needs the most.
 
@@ -404,10 +408,8 @@ def peak_memory(shape: ModelShape, plan: Candidate, job: Job) -> Memory:
         >>> peak_memory(shape, plan, job).total < peak_memory(shape, Candidate(replicate=8), job).total
         True
     """
-    # If stages are as even as possible, the ranks after the second, except the last, need less memory than the second.
-    uneven = plan.stages is not None or (plan.chunks > 1 and shape.layers % (plan.pp * plan.chunks))
-    stages = range(plan.pp) if plan.pp <= 2 or uneven else (0, 1, plan.pp - 1)
-    return max((stage_memory(shape, plan, job, stage) for stage in stages), key=lambda memory: memory.total)
+    stages = (stage_memory(shape, plan, job, stage) for stage in fullest_stages(shape, plan))
+    return max(stages, key=lambda memory: memory.total)
 
 
 def state_memory(shape: ModelShape, job: Job) -> float:
@@ -423,13 +425,13 @@ def state_memory(shape: ModelShape, job: Job) -> float:
         >>> 0.5 < state_memory(shape, job) / (8 * peak_memory(shape, plan, job).total) < 1
         True
     """
-    lora, b = job.lora, job.weight_bytes
+    lora, b = job.lora, job.element_bytes
     if lora is not None:
         adapters = sum(run.count * lora.elements(run) for run in shape.runs)
         packed = sum(run.count * lora.packed_elements(run, 1) for run in shape.runs)
         return lora.frozen_bytes(packed, shape.parameters - packed, b) + adapters * job.trained_bytes
-    # Without ZeRO, the optimizer of this runtime has the fewest bytes per weight.
-    if not job.own_runtime or job.optimizer == "adamw":
+    # Without ZeRO, the optimizer has the fewest bytes per weight.
+    if job.optimizer == "adamw":
         return shape.parameters * (b + optimizer_bytes(Candidate(), job))
     return shape.parameters * b + whole_states(shape, job, unit=b)
 

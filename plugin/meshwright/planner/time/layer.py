@@ -5,9 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from meshwright.planner.context_cost import ContextExchange, attends_twice, block_bytes, exchanges, shares_keys
+from meshwright.planner.context_cost import (
+    ContextExchange,
+    Exchanges,
+    attends_twice,
+    block_bytes,
+    exchanges,
+    shares_keys,
+)
 from meshwright.planner.job.adapters import ADAPTED_LAUNCHES, ADAPTER_BYTES, projections
 from meshwright.planner.job.candidate import Candidate, Job, Precision
 from meshwright.planner.job.layer_shape import ROUTED_LAUNCHES, ExpertShape, LayerShape
@@ -117,6 +124,25 @@ _SLOWED = 0.1  # time by which a transfer slows the attention that runs at the s
 REMOTE = 5.0  # latency of a message to another node, relative to a message inside the node
 
 
+class Forward(NamedTuple):
+    """A layer's forward, of which backward may repeat parts.
+
+    Args:
+        attended, elementwise: seconds of attention, and of the kernels beside it and the matmuls.
+        scores: bytes of attention's scores that are moved through memory.
+        reduce: seconds of an all-reduce over tp.
+        busy: seconds of all kernels and collectives.
+        launch: seconds of the launches.
+    """
+
+    attended: float
+    scores: float
+    elementwise: float
+    reduce: float
+    busy: float
+    launch: float
+
+
 class LayerModel:
     """Estimates the time of a layer and of the head, for one micro-batch on one rank.
 
@@ -171,20 +197,31 @@ class LayerModel:
     def exchange(self, experts: ExpertShape, tokens: float, plan: Candidate, job: Job) -> float:
         """Return the seconds of one exchange of a layer's tokens between the ranks that share its experts.
 
-        Links inside a domain and between domains work at the same time. This runtime sends a token to each rank of its
-        experts. Published runs use libraries (DeepEP, HybridEP) that send it once to each node, where it is passed on.
+        Links inside a domain and between domains work at the same time. A token is sent to each rank of its experts.
         """
         if plan.ep == 1:
             return 0.0
         k, inside = self.k, min(plan.ep, self.cluster.domain)
-        row = experts.sent_bytes(tokens, plan.ep, job.activation_bytes, job.expert_load) / plan.ep
+        row = experts.sent_bytes(tokens, plan.ep, job.element_bytes, job.expert_load) / plan.ep
         within, across = (inside - 1) * row, (plan.ep - inside) * row
-        if not job.own_runtime and across:
-            nodes = plan.ep / inside
-            within = (plan.ep - 1) * row
-            across *= experts.reached(nodes) / experts.reached(plan.ep)
         slowest = max(within / (self.cluster.fast * k.fast_link), across / (self.cluster.slow * k.slow_link))
         return slowest + k.latency * (REMOTE if across else 1.0)
+
+    def is_fused(self, layer: LayerShape, plan: Candidate, job: Job) -> bool:
+        """Return whether the attention kernel keeps its scores on chip."""
+        return not (job.plain_attention and shares_keys(layer, plan, job.seq_len))
+
+    def over_context(self, layer: LayerShape, plan: Candidate, job: Job) -> tuple[Exchanges, tuple[float, float]]:
+        """Return what a layer sends over cp, and the bytes that are moved to put its blocks together."""
+        return exchanges(layer, plan, job), block_bytes(layer, plan, job)
+
+    def repeated(self, layer: LayerShape, plan: Candidate, job: Job, once: Forward) -> float:
+        """Return the seconds of what backward recomputes of a layer."""
+        if plan.recompute == "selective":
+            return once.attended + self._passes(once.scores)
+        if plan.recompute == "full":
+            return self.launched(once.busy - self.unread(layer, once.reduce, plan, job), once.launch)
+        return 0.0
 
     def layer(self, plan: Candidate, job: Job) -> Work:
         """Return the seconds of one layer for one micro-batch, as the mean over the layers."""
@@ -213,27 +250,25 @@ class LayerModel:
         matmul += routed
         added, is_frozen = self._adapters(layer, plan, job), job.lora is not None
         # Without a fused kernel, causal attention computes all scores and moves them through memory several times.
-        is_fused = job.fused_attention and not (job.plain_attention and shares_keys(layer, plan, job.seq_len))
+        is_fused = self.is_fused(layer, plan, job)
         seen = layer.attended(job.seq_len) if is_fused else job.seq_len
         attention = self.attention(4 * rows * q * seen, layer.head_dim)
         if not is_fused and layer.head_dim % _ALIGNED:
             attention *= _MISALIGNED
         scores = 0.0 if is_fused else _SCORE_BYTES * rows * layer.heads / t * job.seq_len
-        scores *= job.activation_bytes / 2
+        scores *= job.element_bytes / 2
         # A norm reads once and writes once, a residual sum reads twice and writes once, and a layer has two of each.
         # The other terms are the rotation of q and k, and the gate.
         traffic = k.norms * 20 * h / plan.sp + k.rotation * 8 * (q + kv) + k.gate * f * (2 + 2 * layer.mlp_inputs)
-        elementwise = self._passes(scores + rows * traffic * job.activation_bytes / 2)
+        elementwise = self._passes(scores + rows * traffic * job.element_bytes / 2)
         # Weights are cast once per step and the casts are kept, so only the casts of inputs count.
         elementwise += self._passes(_CAST_BYTES[precision] * rows * (2 * h + q + f))
         elementwise += moved
-        reduce = 2 * self.ring(job.activation_bytes * rows * h, t, 1)
-        in_blocks = [self._passes(size) for size in block_bytes(layer, plan, job)]
+        reduce = 2 * self.ring(job.element_bytes * rows * h, t, 1)
+        (sent, sent_back), blocks = self.over_context(layer, plan, job)
+        in_blocks = [self._passes(size) for size in blocks]
         attended = attention + in_blocks[0]
         attended_back = (3.5 if attends_twice(layer, plan, job) else 2.5) * attention + in_blocks[1]
-        sent, sent_back = exchanges(
-            layer, plan, seq_len=job.seq_len, element_bytes=job.activation_bytes, own_runtime=job.own_runtime
-        )
         exchange, hidden = self._exchanged(sent, attended, plan)
         exchange_back, hidden_back = self._exchanged(sent_back, attended_back, plan)
 
@@ -241,20 +276,15 @@ class LayerModel:
         launch = k.launch * (1 + ROUTED_LAUNCHES * (layer.experts is not None) + added.launches)
         busy += added.matmul + added.forward
         busy += 2 * reduce + exchange + 2 * to_experts
-        forward = self._launched(busy, launch)
+        forward = self.launched(busy, launch)
         # A frozen base has no gradients of weights.
         both = matmul * (1 if is_frozen else 2) + 2 * added.matmul
         back = both + attended_back + 2 * elementwise + added.backward
-        backward = self._launched(back + 2 * reduce + exchange_back + 2 * to_experts, 2 * launch)
-        again = 0.0
-        if plan.recompute == "selective":
-            again = attended + self._passes(scores)
-        elif plan.recompute == "per-op":
-            # The gathers of sequence parallelism are repeated too, but its reduce-scatters are kept.
-            again = self._launched(self._per_op(layer, rows, plan, job) + elementwise, launch)
-            again += reduce if plan.sp > 1 else 0.0
-        elif plan.recompute == "full":
-            again = self._launched(busy - self._unread(layer, rows, reduce, plan, job), launch)
+        backward = self.launched(back + 2 * reduce + exchange_back + 2 * to_experts, 2 * launch)
+        once = Forward(
+            attended=attended, scores=scores, elementwise=elementwise, reduce=reduce, busy=busy, launch=launch
+        )
+        again = self.repeated(layer, plan, job, once)
         # Weight gradients that wait do not keep the whole sequence, and gather it again.
         regathered = reduce if plan.splits_backward and plan.sequence_parallel else 0.0
         backward += regathered
@@ -275,33 +305,23 @@ class LayerModel:
             hidden=hidden + hidden_back,
         )
 
-    def _per_op(self, layer: LayerShape, rows: float, plan: Candidate, job: Job) -> float:
-        """Return the seconds of the matmuls that torchtitan's selective checkpointing by operations repeats.
-
-        It keeps the result of attention, and of every second matmul in the order q, k, v, o, gate, up, down. Backward
-        does not read the result of the last one.
-        """
-        h, q, kv = layer.hidden, layer.query_width / plan.tp, layer.local_kv_width(plan.tp)
-        sizes = [(h, q), (h, kv), (h, kv), (q, h)] + [(h, layer.ffn / plan.tp)] * layer.mlp_inputs * bool(layer.ffn)
-        return sum(self.matmul(rows, inner, columns, precision=job.precision) for inner, columns in sizes[1::2])
-
-    def _unread(self, layer: LayerShape, rows: float, reduce: float, plan: Candidate, job: Job) -> float:
+    def unread(self, layer: LayerShape, reduce: float, plan: Candidate, job: Job) -> float:
         """Return the seconds of what forward does after the last tensor that backward reads; 0 if recompute repeats it.
 
         Args:
             layer: the layer, whose last product is that of the MLP, without dropout after it.
-            rows: tokens of a micro-batch on this rank.
             reduce: seconds of an all-reduce over tp, of which a reduce-scatter takes half.
             plan, job: the plan and the job.
         """
-        if layer.traits.norms_outputs or job.whole_recompute:
+        if layer.traits.norms_outputs:
             return 0.0
         summed = reduce / 2 if plan.sp > 1 else reduce
         # A router's gradients read the results of the experts, and the last adapter's what follows the product.
         if layer.experts is not None or job.lora is not None:
             return summed
+        rows = plan.micro_batch * job.seq_len / plan.cp
         width, h = (layer.ffn or layer.query_width) / plan.tp, layer.hidden
-        traffic = self.k.norms * 6 * h / plan.sp * job.activation_bytes / 2 + _CAST_BYTES[job.precision] * width
+        traffic = self.k.norms * 6 * h / plan.sp * job.element_bytes / 2 + _CAST_BYTES[job.precision] * width
         return summed + self._passes(rows * traffic) + self.matmul(rows, width, h, precision=job.precision)
 
     def _adapters(self, layer: LayerShape, plan: Candidate, job: Job) -> _Added:
@@ -309,7 +329,7 @@ class LayerModel:
 
         Adapters are 32-bit tensors beside a 16-bit base, so PEFT casts their inputs and results.
         """
-        lora, b, t = job.lora, job.activation_bytes, plan.tp
+        lora, b, t = job.lora, job.element_bytes, plan.tp
         if lora is None:
             return _Added()
         rows = plan.micro_batch * job.seq_len / plan.cp
@@ -344,14 +364,14 @@ class LayerModel:
         matmul = self.matmul(tokens, h, experts.count)
         matmul += own * self.matmul(each, h, width * experts.inputs, precision=job.precision)
         matmul += own * self.matmul(each, width, h, precision=job.precision)
-        traffic = experts.moved(rows) * job.activation_bytes / 2 + _CAST_BYTES[job.precision] * rows * (h + width)
+        traffic = experts.moved(rows) * job.element_bytes / 2 + _CAST_BYTES[job.precision] * rows * (h + width)
         return matmul, self._passes(traffic), self.exchange(experts, tokens, plan, job)
 
     def _passes(self, traffic: float) -> float:
         """Return the seconds of kernels that move these bytes."""
         return self.k.elementwise * traffic / self.memory_rate
 
-    def _launched(self, busy: float, launches: float) -> float:
+    def launched(self, busy: float, launches: float) -> float:
         """Return the time of kernels and their launches; these do not overlap if the device is the host's processor."""
         return busy + launches if self.cluster.device.shares_host else _at_least(busy, launches)
 
@@ -372,11 +392,11 @@ class LayerModel:
         """Return the seconds of the head and the loss for one micro-batch; the vocabulary is sharded over tp."""
         rows, columns = plan.micro_batch * job.seq_len / plan.cp, self.shape.outputs / plan.tp
         # 16-bit logits and a 32-bit loss have 14 bytes per logit, each of which is moved about twice.
-        loss = self.k.loss * self._passes(2 * (12 + job.activation_bytes) * rows * columns)
+        loss = self.k.loss * self._passes(2 * (12 + job.element_bytes) * rows * columns)
         matmul, of_weight = self.matmul(rows, self.shape.hidden, columns), int(job.lora is None)
         both = (2 + of_weight) * matmul
-        if job.own_runtime and job.logits == "chunked" and plan.schedule != "gpipe":
-            # Chunk by chunk, this runtime computes the gradients beside the logits; backward only scales them.
+        if job.logits == "chunked" and plan.schedule != "gpipe":
+            # The gradients are computed beside each chunk of logits; backward only scales them.
             return Work(matmul=both, elementwise=loss, forward=both + loss)
         return Work(
             matmul=both,

@@ -42,6 +42,16 @@ class StepModel(LayerModel):
         True
     """
 
+    skips_vocabulary = True  # whether backward under ZeRO-3 gathers neither the embedding nor the head
+
+    def summed_bytes(self, plan: Candidate, job: Job) -> int:
+        """Return the bytes of a gradient element that backward leaves."""
+        return plan.summed_bytes(job.trained_bytes)
+
+    def sent_bytes(self, plan: Candidate, job: Job) -> int:
+        """Return the bytes in which a gradient element travels over dp."""
+        return plan.sent_bytes(job.trained_bytes)
+
     def stages(self, plan: Candidate, job: Job) -> tuple[list[float], list[float]]:
         """Return the seconds of each virtual stage's forward and backward."""
         layers, head = self.layers(plan, job), self.head(plan, job)
@@ -222,9 +232,8 @@ class StepModel(LayerModel):
         size, shard, stride = plan.data_ranks, plan.shard * plan.cp, plan.tp
         if of_experts:
             size, shard, stride = plan.copies, plan.expert_shard, plan.ep
-        of_gradient = job.gradient_bytes if job.lora is None else job.trained_bytes
-        gradients = sizes[1] * plan.sent_bytes(of_gradient, own_runtime=job.own_runtime)
-        weights = sizes[0] * job.weight_bytes
+        gradients = sizes[1] * self.sent_bytes(plan, job)
+        weights = sizes[0] * job.element_bytes
 
         def hidden_by(phase: Literal["forward", "backward"], communication: float, *, is_repeated: bool) -> Overlap:
             exposed = _exposed(communication, compute[phase == "backward"], self.k.overlap)
@@ -235,12 +244,12 @@ class StepModel(LayerModel):
             volume = 2 * self.ring(gradients / shard, plan.replicate, stride * shard)
             across.append(hidden_by("backward", volume, is_repeated=False))
         if plan.zero_stage == 3:
-            # In this runtime backward does not read the embedding, nor the head, whose gradients forward computes.
-            is_skipped = job.own_runtime and not of_experts
+            # Backward does not read the embedding, nor the head, whose gradients forward computes.
+            is_skipped = self.skips_vocabulary and not of_experts
             ends = self.shape.embedding_parameters + self.shape.head_parameters if is_skipped else 0
-            read_again = weights - ends / plan.tp * job.weight_bytes
+            read_again = weights - ends / plan.tp * job.element_bytes
             twice = self.shape.embedding_parameters if is_skipped and self.shape.tied else 0
-            gather = self.ring(weights + twice / plan.tp * job.weight_bytes, shard, stride)
+            gather = self.ring(weights + twice / plan.tp * job.element_bytes, shard, stride)
             again, scatter = self.ring(read_again, shard, stride), self.ring(gradients, shard, stride)
             return [
                 hidden_by("forward", gather, is_repeated=True),
@@ -264,8 +273,7 @@ class StepModel(LayerModel):
         dense, experts = self.trained_parameters(plan, job)
         if plan.zero_stage:
             dense, experts = dense / (plan.shard * plan.cp), experts / plan.expert_shard
-        of_gradient = job.gradient_bytes if job.lora is None else job.trained_bytes
-        gradient = plan.summed_bytes(of_gradient, own_runtime=job.own_runtime)
+        gradient = self.summed_bytes(plan, job)
         state: float = job.optimizer_bytes if job.lora is None else 2 * ADAPTER_BYTES
         if job.optimizer != "adamw":
             state += job.kind.per_element(4) - 8
@@ -312,7 +320,7 @@ def boundary_bytes(shape: ModelShape, plan: Candidate, job: Job) -> float:
         >>> boundary_bytes(shape, Candidate(pp=2, tp=2, sequence_parallel=True), Job(seq_len=4096, global_batch=1))
         16777216.0
     """
-    return job.activation_bytes * plan.micro_batch * job.seq_len / plan.cp * shape.hidden / plan.sp
+    return job.element_bytes * plan.micro_batch * job.seq_len / plan.cp * shape.hidden / plan.sp
 
 
 def _weighted(held: Sequence[Sequence[int]], values: Sequence[float]) -> list[float]:
