@@ -197,11 +197,12 @@ def _array(value: Any, name: str) -> tuple[str, Sequence[Any]]:
 
 def _object(value: Any, name: str) -> Sequence[Any]:
     """Return the class of an instance by name, its items and its attributes."""
-    kind: type[Any] = type(value)
+    kind: Any = type(value)
     base = _base(kind)
     if base is None:
         raise UnsupportedValue(f"{_cut(name)} is a {kind.__module__}.{kind.__qualname__}, which {_ADVICE}")
-    if _class_named(kind.__module__, kind.__qualname__) is not kind:
+    known: Any = _class_named(kind.__module__, kind.__qualname__)
+    if known is not kind:
         raise UnsupportedValue(
             f"{_cut(name)} is a {kind.__qualname__}, a class that other processes cannot find by its name; define it "
             f"at the top of the module {kind.__module__}"
@@ -218,7 +219,7 @@ def _object(value: Any, name: str) -> Sequence[Any]:
 
 def _made_object(module: str, name: str, items: Any, attributes: dict[str, Any]) -> Any:
     """Return an instance with these items and attributes, without calling anything of its class."""
-    kind = _class_named(module, name)
+    kind: Any = _class_named(module, name)
     base: Any = None if kind is None else _base(kind)
     if kind is None or base is None or type(items) is not (list if base in (tuple, object) else dict):
         raise ValueError(f"a packed value has the class {module}.{name}, which is not loaded, or cannot be packed")
