@@ -12,9 +12,8 @@ if TYPE_CHECKING:
     from meshwright.checkpoint.format.background import wait_for_checkpoints
     from meshwright.checkpoint.format.load_checkpoint import Checkpoint, load_checkpoint
     from meshwright.checkpoint.format.load_weights import load_weights
+    from meshwright.checkpoint.format.optimizer_files import load_optimizer, save_optimizer
     from meshwright.checkpoint.format.save_checkpoint import save_checkpoint
-    from meshwright.checkpoint.one_device.load_optimizer import load_optimizer
-    from meshwright.checkpoint.one_device.save_optimizer import save_optimizer
     from meshwright.checkpoint.one_device.save_pretrained import save_weights
     from meshwright.checkpoint.one_device.whole_tensors import full_gradients, full_state_dict
     from meshwright.construct.deferred_init import deferred_init
@@ -57,11 +56,10 @@ if TYPE_CHECKING:
 # importing torch.
 _HOMES = {
     "checkpoint.one_device.whole_tensors": ("full_gradients", "full_state_dict"),
-    "checkpoint.one_device.save_optimizer": ("save_optimizer",),
     "checkpoint.format.background": ("wait_for_checkpoints",),
     "checkpoint.format.load_checkpoint": ("Checkpoint", "load_checkpoint"),
     "checkpoint.format.load_weights": ("load_weights",),
-    "checkpoint.one_device.load_optimizer": ("load_optimizer",),
+    "checkpoint.format.optimizer_files": ("load_optimizer", "save_optimizer"),
     "checkpoint.format.save_checkpoint": ("save_checkpoint",),
     "checkpoint.one_device.save_pretrained": ("save_weights",),
     "plan.config": ("ParallelPlan", "ToDistributedConfig"),

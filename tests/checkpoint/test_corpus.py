@@ -13,13 +13,15 @@ from typer.testing import CliRunner
 
 import meshwright as mw
 from meshwright.checkpoint.format.checkpoint_folders import FORMAT
+from meshwright.checkpoint.sealed import check_seal
 from meshwright.cli import app
-from support import corpus
+from support import corpus, optimizer_files
 from support.corpus import PLANS, Program, plan_of, ranks_of, values
 from support.hostile import manifest_of
 
 ARCHIVES = {
-    f"{archive.parent.name}/{archive.name.partition('.')[0]}": archive for archive in corpus.FOLDER.glob("*/*.tar.xz")
+    f"{archive.parent.name}/{archive.name.partition('.')[0]}": archive
+    for archive in corpus.FOLDER.glob("format_*/*.tar.xz")
 }
 
 
@@ -89,6 +91,38 @@ def test_every_checkpoint_of_the_corpus_is_whole_and_exports(source: str, tmp_pa
     assert CliRunner().invoke(app, ["export", str(folder), str(tmp_path / "out")]).exit_code == 0
     for name, value in load_file(tmp_path / "out" / "model.safetensors").items():
         assert torch.equal(value.float(), values(f"weights/{name}", value.shape))
+
+
+def load_optimizer(name: str, folder: Path, scratch: Path) -> None:
+    program = Program(name)
+    mw.load_optimizer(program.model, program.optimizer, folder)
+    assert [group["lr"] for group in program.optimizer.param_groups] == corpus.RATES
+    mw.save_optimizer(program.model, program.optimizer, scratch)
+    manifest, found = optimizer_files.contents(scratch)
+    assert {f"state/{n}/{key}" for n in manifest["shapes"] for key in ("exp_avg", "exp_avg_sq")} <= found.keys()
+    for key, value in found.items():
+        assert torch.equal(value.float(), values(key, value.shape)), key
+    assert all(state["step"]["tensor"] == corpus.STEP for state in manifest["values"].values())
+
+
+def test_whole_tensors_of_an_optimizer_load(pools: dict[int, Any], tmp_path: Path) -> None:
+    one, half = (
+        corpus.unpacked(corpus.FOLDER / "optimizer_1" / f"{name}.tar.xz", tmp_path)
+        for name in ("one", "dp2_zero1_bf16")
+    )
+    load_optimizer("one", one, tmp_path / "a")
+    pools[2].run(load_optimizer, "tp2", one, tmp_path / "b")
+    pools[4].run(load_optimizer, "dp2_tp2_zero3_bf16", half, tmp_path / "c")
+    mw.save_optimizer(*((program := Program("one")).model, program.optimizer), one)  # which removes the older form
+    assert not [path.name for path in one.iterdir() if path.name.startswith("optimizer-")]
+
+
+def test_a_seal_of_the_first_form_holds(tmp_path: Path) -> None:
+    folder = corpus.unpacked(corpus.FOLDER / "seal_1" / "sealed.tar.xz", tmp_path)
+    check_seal(folder)
+    (folder / "inner" / "b.json").write_text("[]")
+    with pytest.raises(mw.CheckpointError, match=r"b\.json is damaged"):
+        check_seal(folder)
 
 
 def test_an_axis_of_another_version_is_data(tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ from meshwright.mesh.axes import Axis
 from meshwright_hf.trainer.folders import check_trainer_state
 from support import edits
 from support.hostile import to_format_1
+from support.optimizer_files import to_whole_tensors
 from support.tiers import crossing
 
 BATCH = 10  # edits in one child
@@ -107,6 +108,7 @@ class Run:
 
     def save_optimizer(self, folder: Path) -> None:
         mw.save_optimizer(self.model, self.optimizer, folder)
+        to_whole_tensors(folder)  # the other form has the manifest of a checkpoint
 
     def load_optimizer(self, folder: Path) -> None:
         mw.load_optimizer(self.model, self.optimizer, folder)

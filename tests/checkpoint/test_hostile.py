@@ -20,6 +20,7 @@ import meshwright as mw
 from harness.programs import run_program
 from meshwright.cli import app
 from support.hostile import CHECKPOINTS, FILE, MARK, OPTIMIZERS, WEIGHTS, safetensors, tensor, to_format_1
+from support.optimizer_files import to_whole_tensors
 from support.tiers import crossing
 
 MEMORY = 64 * 2**20  # bytes beside those of the files, sparse ones of a terabyte aside
@@ -123,10 +124,14 @@ def program(place: str, kind: str) -> None:
         if kind == "checkpoint of format 1":
             to_format_1(folder)
 
+    def save_optimizer(folder: Path) -> None:
+        mw.save_optimizer(model, optimizer, folder)
+        to_whole_tensors(folder)  # the other form has the manifest of a checkpoint
+
     save, load, corpus = {
         "checkpoint": (save_checkpoint, load_checkpoint, CHECKPOINTS),
         "weights": (lambda to: write_weights(to / FILE), load_weights, WEIGHTS),
-        "optimizer": (lambda to: mw.save_optimizer(model, optimizer, to), load_optimizer, OPTIMIZERS),
+        "optimizer": (save_optimizer, load_optimizer, OPTIMIZERS),
     }[kind.partition(" ")[0]]
     if kind == "weights":
         (parent / "whole").mkdir()

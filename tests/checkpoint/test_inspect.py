@@ -122,7 +122,7 @@ def reseal(folder: Path) -> None:
     manifest.files[TENSORS] = FileRecord(bytes=(folder / TENSORS).stat().st_size, digest=digest(header))
     manifest.files[INDEX] = FileRecord(bytes=len(index), digest=digest(index))
     (folder / NAME).unlink()
-    manifest.write(folder)
+    manifest.write(folder / NAME)
 
 
 def change_index(folder: Path, change: Callable[[Any], None]) -> None:
@@ -171,7 +171,7 @@ def forget_optimizer_tensor(folder: Path) -> None:
     manifest = Manifest.read(folder)
     del manifest.tensors["state/scale/exp_avg"]
     (folder / NAME).unlink()
-    manifest.write(folder)
+    manifest.write(folder / NAME)
 
 
 # damage, (file, tensor, what the problem says) of all that must be found

@@ -1,6 +1,6 @@
 """``save_pretrained``, ``save_weights`` and ``save_optimizer`` over an older save, ended at each of their steps.
 
-Rank 0 writes all files, so only its disk can fail.
+Rank 0 writes all files of a model, so only its disk can fail.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def test_a_model_is_the_old_or_the_new(kind: str, case: str, every: int, pool2: 
     counted(results, f"{case}, {kind}")
 
 
-def optimizer_fails(folder: Path, kind: str, every: int) -> tuple[int, list[str]]:
+def optimizer_fails(folder: Path, kind: str, rank: int, every: int) -> tuple[int, list[str]]:
     config = mw.ToDistributedConfig(plan=mw.ParallelPlan(dp=2, zero_stage=1))
     model = make("llama")
     model, optimizer, _ = mw.to_distributed(model, torch.optim.AdamW(model.parameters(), lr=1e-3), config=config)
@@ -136,18 +136,18 @@ def optimizer_fails(folder: Path, kind: str, every: int) -> tuple[int, list[str]
     return try_faults(
         folder=folder,
         kind=kind,
-        rank=0,
+        rank=rank,
         every=every,
         save=lambda: mw.save_optimizer(model, optimizer, folder),
         find=find,
         expected=states,
-        names={"optimizer.json", "optimizer-X.safetensors"},
+        names={"optimizer.json", *(f"part-0000{n}-X.{end}" for n in (0, 1) for end in ("json", "safetensors"))},
     )
 
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("every", [nightly(STRIDE), 4], ids=["many steps", "some steps"])
-@pytest.mark.parametrize("kind", ["kill", crossing("full")])  # a full disk is the model's case, by the same code
-def test_an_optimizer_is_the_old_or_the_new(kind: str, every: int, pool2: Any, tmp_path: Path) -> None:
-    results = pool2.run(optimizer_fails, tmp_path / "optimizer", kind, every, timeout=900)
-    counted(results, f"optimizer, {kind}")
+@pytest.mark.parametrize(("kind", "rank"), [("kill", 0), ("full", 1), crossing("kill", 1), crossing("full", 0)])
+def test_an_optimizer_is_the_old_or_the_new(kind: str, rank: int, every: int, pool2: Any, tmp_path: Path) -> None:
+    results = pool2.run(optimizer_fails, tmp_path / "optimizer", kind, rank, every, timeout=900)
+    counted(results, f"optimizer, {kind} of rank {rank}")

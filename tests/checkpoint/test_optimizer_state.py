@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import json
+import re
 import shutil
 import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,11 +19,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import meshwright as mw
-from meshwright.checkpoint.one_device import whole_tensors
-from meshwright.checkpoint.one_device.safetensors_file import SafetensorsWriter
+from meshwright.checkpoint.files import disk
 from meshwright.optim.owners import parts_of
 from support.exact import Float64, relative_difference
 from support.models import build, labels_for, tokens
+from support.optimizer_files import contents
 from support.tiers import crossings
 
 ONE: dict[str, Any] = {}
@@ -104,7 +105,7 @@ def start_and_save(plan: dict[str, Any], folder: Path, **options: Any) -> None:
         training = Training(plan, **options)
         training.run(0, BEFORE)
         training.model.save_pretrained(folder)
-        mw.save_optimizer(training.model, training.optimizer, folder / "optimizer", max_shard_size="20KB")
+        mw.save_optimizer(training.model, training.optimizer, folder / "optimizer")
 
 
 def resume(plan: dict[str, Any], folder: Path, *, loads: bool = True, **options: Any) -> Run:
@@ -180,21 +181,13 @@ def test_without_the_state_the_numbers_are_others(saves: dict[str, Path], expect
 
 
 def test_all_plans_write_the_same(saves: dict[str, Path]) -> None:
-    def read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        manifest = json.loads((folder / "optimizer.json").read_text())
-        tensors: dict[str, Tensor] = {}
-        for file in folder.glob("*.safetensors"):
-            tensors |= load_file(file)  # by the reference implementation
-        assert manifest.pop("weight_map").keys() == tensors.keys()
-        return manifest, tensors
-
-    manifest, tensors = read(saves["one"] / "optimizer")
+    manifest, tensors = contents(saves["one"] / "optimizer")
     moments = tensors["state/model.embed_tokens.weight/exp_avg"]
     assert moments.shape == (97, 32) and manifest["values"]["model.embed_tokens.weight"]["step"]["tensor"] == BEFORE
     assert "model.layers.0.post_attention_layernorm.weight" in manifest["groups"][2]["parameters"]
     assert "model.layers.0.post_attention_layernorm.weight" not in manifest["tensors"]
     for name in PLANS:
-        other, others = read(saves[name] / "optimizer")
+        other, others = contents(saves[name] / "optimizer")
         assert other == manifest and others.keys() == tensors.keys()
         # As above; a shard in the wrong place would be off by the whole value.
         assert max(relative_difference(others[key], value) for key, value in tensors.items()) < 1e-10
@@ -240,7 +233,7 @@ def bfloat16_run(plan: dict[str, Any], folder: Path, action: str) -> dict[str, T
             parameter = training.model.get_parameter(name).detach().as_subclass(torch.Tensor)
             masters[name] = (part.key.detach().bfloat16() == part.layout.own(parameter)).all()
     assert all(masters.values()) and bool(masters) == bool(plan.get("zero_stage"))
-    return {key: x for file in (folder / "optimizer").glob("*.safetensors") for key, x in load_file(file).items()}
+    return contents(folder / "optimizer")[1]
 
 
 def test_float32_masters_pass_between_plans(pools: dict[int, Any], tmp_path: Path) -> None:
@@ -298,22 +291,21 @@ def _cut_short(folder: Path) -> None:
     file.write_bytes(file.read_bytes()[:-4])
 
 
+def _with_another_rate(folder: Path) -> None:
+    path = folder / "optimizer.json"
+    path.write_bytes(path.read_bytes().replace(b'"lr": 0.0', b'"lr": 0.1'))
+
+
 def _without_a_file(folder: Path) -> None:
     max(folder.glob("*.safetensors")).unlink()
-
-
-def _without_a_name(folder: Path) -> None:
-    manifest = json.loads((folder / "optimizer.json").read_text())
-    manifest["weight_map"].popitem()
-    (folder / "optimizer.json").write_text(json.dumps(manifest))
 
 
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (_cut_short, "truncated"),
-        (_without_a_file, "do not exist"),
-        (_without_a_name, "lists no file"),
+        (_cut_short, "bytes, and .* were saved"),
+        (_without_a_file, "No such file"),
+        (_with_another_rate, "not what was saved"),
         (lambda folder: (folder / "optimizer.json").write_text("{"), "damaged"),
         (lambda folder: (folder / "optimizer.json").write_text("[]"), "damaged"),
         (lambda folder: (folder / "optimizer.json").unlink(), "no optimizer state"),
@@ -332,7 +324,7 @@ def save_on_a_full_disk(folder: Path) -> None:
     with Float64():
         training.run(0, 1)
     error = OSError(28, "No space left on device")
-    with mock.patch.object(SafetensorsWriter, "write", side_effect=error if dist.get_rank() == 0 else None):
+    with mock.patch.object(disk.NewFile, "close", side_effect=error) if dist.get_rank() == 1 else nullcontext():
         mw.save_optimizer(training.model, training.optimizer, folder)
 
 
@@ -345,14 +337,19 @@ def test_a_save_that_fails_leaves_the_last_one(saves: dict[str, Path], pools: di
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     # And one that succeeds replaces it, with what a killed one may have left.
     (folder / "optimizer-0123abcd-00001-of-00002.safetensors").write_bytes(b"half")
+    (folder / "part-00007-0123abcd.safetensors").write_bytes(b"half")
+    (folder / "model.safetensors").write_bytes(b"of the program")
     start = Training(ONE)
     mw.save_optimizer(start.model, start.optimizer, folder)
-    assert sorted(path.name for path in folder.iterdir()) == ["optimizer.json"]  # no step, no state
+    names = sorted(re.sub("-[0-9a-f]{8}", "", path.name) for path in folder.iterdir())
+    assert names == ["model.safetensors", "optimizer.json", "part-00000.json", "part-00000.safetensors"]
+    mw.save_checkpoint(folder.with_name("whole"), start.model, start.optimizer)
+    with pytest.raises(mw.CheckpointError, match="folder of its own"):
+        mw.save_optimizer(start.model, start.optimizer, folder.with_name("whole"))
 
 
 def peak_while_saving(plan: dict[str, Any], folder: Path) -> tuple[int, int]:
-    """Bytes of full tensors and pieces that are alive at once, and the largest full tensor's."""
-    whole_tensors._CHUNK = 2**10
+    """The bytes of new tensors that are alive at once, and those of the largest full tensor."""
     with Float64():
         training = Training(plan, vocab_size=1001)
         training.run(0, 1)
@@ -368,17 +365,15 @@ def peak_while_saving(plan: dict[str, Any], folder: Path) -> tuple[int, int]:
         weakref.finalize(tensor, alive.pop, id(tensor))
         return tensor
 
-    try:
-        with mock.patch.object(torch, "empty", counted):
-            mw.save_optimizer(training.model, training.optimizer, folder)
-    finally:
-        whole_tensors._CHUNK = 4 * 2**20
+    with mock.patch.object(torch, "empty", counted):
+        mw.save_optimizer(training.model, training.optimizer, folder)
     return peak, 8 * max(p.meshwright.shape.numel() for p in training.model.parameters())
 
 
-def test_saving_holds_one_full_tensor_at_a_time(pools: dict[int, Any], tmp_path: Path) -> None:
-    (peak, largest), *others = pools[4].run(peak_while_saving, PLANS["tp2xdp2+zero1"], tmp_path)
-    assert largest <= peak <= largest + 2**16 and all(other <= 2**16 for other, _ in others)
+def test_no_rank_gathers_a_tensor(pools: dict[int, Any], tmp_path: Path) -> None:
+    found = pools[4].run(peak_while_saving, PLANS["tp2xdp2+zero1"], tmp_path)
+    # Each of 4 ranks stages the part of a tensor that it writes; there are two while one replaces the other.
+    assert all(peak <= 0.6 * largest for peak, largest in found), found
 
 
 class Wrapper(torch.optim.Optimizer):

@@ -153,26 +153,31 @@ def test_other_values_are_refused_by_name(value: Any, named: str) -> None:
         pack(value)
 
 
-def written(said: Any, memory: bytes = b"") -> Tensor:
+def written(described: Any, memory: bytes = b"") -> Tensor:
     """Return a payload with any description."""
-    text = said if isinstance(said, bytes) else json.dumps(said).encode()
+    text = described if isinstance(described, bytes) else json.dumps(described).encode()
     content = memory + text + len(text).to_bytes(8, "little")
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
 def an_object(module: str, name: str, items: Any = (), **attributes: Any) -> Any:
-    return {"object": [module, name, False, list(items), attributes]}
+    return {"object": [module, name, list(items), {"dict": [x for pair in attributes.items() for x in pair]}]}
 
 
+def a_tensor(dtype: str, shape: list[int], *place: int) -> Any:
+    return {"tensor": [dtype, shape, {"memory": list(place)}]}
+
+
+RECORD = an_object(__name__, "Record", x=1)  # whose use in the place of a plain part could run code of its class
 HOSTILE: dict[str, Tensor] = {
     "nothing": torch.zeros(8, dtype=torch.uint8),
     "a length beyond the payload": torch.full((16,), 255, dtype=torch.uint8),
     "not JSON": written(b"{"),
     "deep": written(b"[" * 100_000),
     "deep and closed": written(b'{"tuple":[' * 5000 + b"]}" * 5000),
-    "an unknown kind": written({"what": 1}),
-    "two kinds": written({"tuple": [], "set": []}),
-    "a method": written({"_init__": []}),
+    "an unknown form": written({"what": [1]}),
+    "two forms": written({"tuple": [], "set": []}),
+    "parts that are no list": written({"tuple": {"dict": []}}),
     "a function": written(an_object("os", "system", ["true"])),
     "a class of Python": written(an_object("subprocess", "Popen", args=["true"])),
     "a class with a finaliser": written(an_object(__name__, "Cleaned", x=1)),
@@ -180,29 +185,27 @@ HOSTILE: dict[str, Tensor] = {
     "a module that is not loaded": written(an_object("antigravity", "x")),
     "an attribute of a class": written(an_object(__name__, "Record.__post_init__")),
     "a slot that is none": written(an_object(__name__, "Slotted", other=1)),
-    "a key with a hash of its own": written({"dict": [[an_object(__name__, "Record", x=1), 1]]}),
-    "a list as key": written({"dict": [[[], 1]]}),
-    "bytes beyond the payload": written({"bytes": [0, 2**40]}),
-    "bytes before the payload": written({"bytes": [-8, 8]}, bytes(8)),
-    "a shape beyond the bytes": written({"tensor": ["torch.float32", [2**40], [0, 8]]}, bytes(8)),
-    "a negative shape": written({"tensor": ["torch.float32", [-1], [0, 8]]}, bytes(8)),
-    "a shape of 10^30": written({"tensor": ["torch.float32", [0, 10**30], [0, 0]]}),
-    "an unknown dtype": written({"tensor": ["os", [1], [0, 8]]}, bytes(8)),
-    "an array of objects": written({"array": ["O", [1], False, [0, 8]]}, bytes(8)),
+    "an attribute without a name": written({"object": [__name__, "Record", [], {"dict": [1, 1]}]}),
+    "a mapping with the items of a tuple": written(an_object(__name__, "Table", [1])),
+    "a key with a hash of its own": written({"dict": [RECORD, 1]}),
+    "a list as key": written({"dict": [[], 1]}),
+    "a key without a value": written({"dict": [1]}),
+    "bytes beyond the payload": written({"bytes": [{"memory": [0, 2**40]}]}),
+    "bytes before the payload": written({"bytes": [{"memory": [-8, 8]}]}, bytes(8)),
+    "bytes that are no memory": written({"bytes": [RECORD]}),
+    "a number of another class": written({"complex": [RECORD, 1.0]}),
+    "a shape beyond the bytes": written(a_tensor("torch.float32", [2**40], 0, 8), bytes(8)),
+    "a negative shape": written(a_tensor("torch.float32", [-1], 0, 8), bytes(8)),
+    "a shape of 10^30": written(a_tensor("torch.float32", [0, 10**30], 0, 0)),
+    "a shape of another class": written({"tensor": ["torch.float32", [RECORD], {"memory": [0, 8]}]}, bytes(8)),
+    "an unknown dtype": written(a_tensor("os", [1], 0, 8), bytes(8)),
+    "a nested tensor of another class": written({"nested": ["torch.jagged", [RECORD]]}),
+    "an array of objects": written({"array": ["O", [1], False, {"memory": [0, 8]}]}, bytes(8)),
     "sparse indices beyond the shape": written(
-        {
-            "coo": [
-                [2],
-                True,
-                [
-                    {"tensor": ["torch.int64", [1, 1], [0, 8]]},
-                    {"tensor": ["torch.float64", [1], [0, 8]]},
-                ],
-            ]
-        },
+        {"coo": [[2], True, a_tensor("torch.int64", [1, 1], 0, 8), a_tensor("torch.float64", [1], 0, 8)]},
         b"\xff" * 7 + b"\x7f",
     ),
-    "an image without bytes": written({"image": ["RGB", [2**15, 2**15], {"bytes": [0, 0]}, None]}),
+    "an image without bytes": written({"image": ["RGB", [2**15, 2**15], {"memory": [0, 0]}, {"memory": [0, 0]}]}),
 }
 
 

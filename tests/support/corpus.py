@@ -7,7 +7,6 @@ tests/checkpoint/corpus/format_N``. Files that are there stay as they are.
 
 from __future__ import annotations
 
-import json
 import random
 import sys
 import tarfile
@@ -19,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -27,6 +25,7 @@ import meshwright as mw
 from harness import WorkerPool
 from meshwright.optim.owners import parts_of
 from meshwright.optim.runtime import runtime_of
+from support import optimizer_files
 from support.models import build, labels_for, tokens
 
 FOLDER = Path(__file__).parents[1] / "checkpoint" / "corpus"
@@ -115,9 +114,8 @@ class Program:
         weights = mw.full_state_dict(self.model)
         mw.save_optimizer(self.model, self.optimizer, folder)
         found = {f"weights/{name}": value for name, value in weights.items()}
-        for file in folder.glob("*.safetensors"):
-            found |= load_file(file)
-        return found, json.loads((folder / "optimizer.json").read_text())
+        manifest, tensors = optimizer_files.contents(folder)
+        return found | tensors, manifest
 
     def streams(self) -> Any:
         return runtime_of(self.model).streams

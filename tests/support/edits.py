@@ -12,7 +12,7 @@ from typing import Any
 
 from meshwright.checkpoint.files.reading import digest
 from meshwright.checkpoint.format.checkpoint_folders import NAME
-from meshwright.checkpoint.one_device.optimizer_manifest import NAME as OPTIMIZER
+from meshwright.checkpoint.format.checkpoint_folders import OPTIMIZER_NAME as OPTIMIZER
 from meshwright.checkpoint.sealed import NAME as SEAL
 from support.hostile import INDEX, TENSORS
 

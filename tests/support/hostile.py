@@ -356,7 +356,7 @@ def of_optimizer(change: Callable[[Any], Any]) -> Change:
     return apply
 
 
-# Of a folder that save_optimizer wrote.
+# Of a folder that save_optimizer of an earlier version wrote.
 OPTIMIZERS: dict[str, Change] = {
     "a pickle": replaced(OPTIMIZER, lambda path: path.write_bytes(PICKLE)),
     "a link to a copy": elsewhere(OPTIMIZER),

@@ -24,7 +24,8 @@ FEW = 17  # the stride of what `make test` tries
 
 _NUMBERED = re.compile(r"-[0-9a-f]{8}(?=-\d{5}-of-)")  # what a save adds to names that an older one has
 _AUTOMATIC = re.compile(r"checkpoint_\d+")
-_RANDOM_NAMES = re.compile(rb"(optimizer|model)-[0-9a-f]{8}")
+_RANDOM_NAMES = re.compile(rb"(model|part-\d{5})-[0-9a-f]{8}")
+_TIME = re.compile(rb'^{"digest":"[0-9a-f]{32}"|"written": [0-9]+')  # of a manifest
 
 
 def endings(*few: tuple[str, bool]) -> list[Any]:
@@ -51,7 +52,7 @@ def fingerprint(folder: Path) -> dict[str, str]:
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path.name not in ("meshwright_seal.json", ".meshwright_seal.json.new"):
             name = _RANDOM_NAMES.sub(rb"\1-X", path.relative_to(folder).as_posix().encode()).decode()
-            found[name] = hashlib.sha256(_RANDOM_NAMES.sub(rb"\1-X", path.read_bytes())).hexdigest()
+            found[name] = hashlib.sha256(_TIME.sub(b"", _RANDOM_NAMES.sub(rb"\1-X", path.read_bytes()))).hexdigest()
     return found
 
 

@@ -163,6 +163,11 @@ def digest_in(path: Place) -> str:
     return read_start(path, len(_PREFIX) + 32)[len(_PREFIX) :].decode(errors="replace")
 
 
+def is_digested(path: Place) -> bool:
+    """Return whether a file begins as ``write_digested`` writes it."""
+    return read_start(path, len(_PREFIX)) == _PREFIX
+
+
 def read_digested(path: Place, name: str, *, allowance: int = 0) -> Any:
     """Read what ``write_digested`` wrote.
 

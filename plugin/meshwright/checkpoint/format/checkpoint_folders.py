@@ -49,6 +49,7 @@ from meshwright.parallel.dropout_streams import STREAMS
 from meshwright.printable import printable
 
 NAME = "checkpoint.json"
+OPTIMIZER_NAME = "optimizer.json"  # the manifest of a folder that has an optimizer's state alone
 FORMAT = "meshwright-checkpoint-2"
 _FORMAT_3 = "meshwright-checkpoint-3"  # the same, with a tag in the names of the files
 _FORMAT_1 = "meshwright-checkpoint-1"  # which has the sizes of these axes as fields, and is read for ever
@@ -101,12 +102,12 @@ class Manifest:
     model_config: dict[str, str] | None
     files: dict[str, FileRecord]
 
-    def write(self, folder: Place) -> None:
-        """Write the manifest of a folder, and flush it to the disk."""
+    def write(self, path: Place) -> None:
+        """Write the manifest to a new file, and flush it to the disk."""
         found = {field.name: getattr(self, field.name) for field in fields(self)}
         found["tensors"] = {key: [_DTYPE_NAMES[dtype], list(shape)] for key, (dtype, shape) in self.tensors.items()}
         found["files"] = {name: asdict(file) for name, file in self.files.items()}
-        write_digested(folder / NAME, "manifest", {"format": _FORMAT_3 if tag_of(self.files) else FORMAT, **found})
+        write_digested(path, "manifest", {"format": _FORMAT_3 if tag_of(self.files) else FORMAT, **found})
 
     @property
     def order(self) -> tuple[int, int]:
@@ -114,13 +115,13 @@ class Manifest:
         return self.number, self.written
 
     @staticmethod
-    def read(folder: Place) -> Manifest:
-        """Read and check the manifest of a folder.
+    def read(folder: Place, name: str = NAME) -> Manifest:
+        """Read and check the manifest of a folder, which has the name ``name``.
 
         Raises:
             CheckpointError: if it is missing, damaged, or of another format; it names what is wrong.
         """
-        return _from_json(read_digested(folder / NAME, "manifest", allowance=_allowance(folder)), folder / NAME)
+        return _from_json(read_digested(folder / name, "manifest", allowance=_allowance(folder)), folder / name)
 
 
 def _allowance(folder: Place) -> int:
@@ -221,16 +222,12 @@ def commit(staging: Staging, manifest: Manifest, lineage: Lineage) -> Manifest:
         CheckpointError: if a file of another rank is not there, or another program has saved to the folder meanwhile.
         OSError: if the disk fails; the folder then has what it had before.
     """
-    if not seen_in_time(lambda: not absent_files(staging.path, manifest), staging.path):
-        raise CheckpointError(
-            f"rank 0 did not see all files that another rank wrote to {staging.path} within {LATE:g} s: all hosts must "
-            "save to one shared file system"
-        )
+    wait_for_files(staging.path, manifest)
     with storage_of(staging.target).locked(staging.target.parent):
         neighbours = (path / NAME for path in _all_folders(staging.target.parent))
         mark = lineage.next(staging.target / NAME, neighbours)
         manifest = replace(manifest, number=mark.number, run=mark.run)
-        manifest.write(staging.path)
+        manifest.write(staging.path / NAME)
         staging.commit()
     return manifest
 
@@ -289,7 +286,8 @@ def is_checkpoint(folder: Place) -> bool:
         raise
     except OSError:  # a folder that cannot be read is not ours
         return False
-    return NAME in names or (storage.hides_saves and any(PART.fullmatch(name) for name in names))
+    has_parts = OPTIMIZER_NAME not in names and any(PART.fullmatch(name) for name in names)
+    return NAME in names or (storage.hides_saves and has_parts)
 
 
 def checkpoint_folders(parent: Place) -> list[Place]:
@@ -367,6 +365,19 @@ def absent_files(folder: Place, manifest: Manifest) -> list[str]:
     """Return the files of a checkpoint that are missing or of another size."""
     found = storage_of(folder).entries(folder)
     return [name for name, record in manifest.files.items() if name not in found or found[name].size != record.bytes]
+
+
+def wait_for_files(folder: Place, manifest: Manifest) -> None:
+    """Wait until rank 0 sees the files of all ranks.
+
+    Raises:
+        CheckpointError: if a file of another rank is not there.
+    """
+    if not seen_in_time(lambda: not absent_files(folder, manifest), folder):
+        raise CheckpointError(
+            f"rank 0 did not see all files that another rank wrote to {folder} within {LATE:g} s: all hosts must save "
+            "to one shared file system"
+        )
 
 
 def _read_whole(folder: Place) -> Manifest:

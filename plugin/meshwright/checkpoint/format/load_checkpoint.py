@@ -29,10 +29,10 @@ from meshwright.checkpoint.format.object_states import (
     set_random_state,
 )
 from meshwright.checkpoint.format.rank_state import Run
-from meshwright.checkpoint.one_device.load_optimizer import ReadState, check_fits, read_state, set_state
 from meshwright.checkpoint.one_device.optimizer_manifest import OptimizerManifest, master_key, state_key
+from meshwright.checkpoint.one_device.optimizer_state import ReadState, check_fits, read_state, set_state
+from meshwright.checkpoint.one_device.rank_optimizer import RankTensor
 from meshwright.checkpoint.one_device.safetensors_file import Form
-from meshwright.checkpoint.one_device.save_optimizer import RankTensor
 from meshwright.checkpoint.one_device.weight_files import some
 from meshwright.errors import CheckpointError, PlanError
 from meshwright.faults.every_rank import on_every_rank
@@ -126,7 +126,7 @@ def load_checkpoint(
     runtime = run.runtime
     random = opened.random_of(run.mesh)
     with Progress(f"reading {opened.folder.name}") as progress, reading_shards():
-        saved = _SavedState(opened, progress)
+        saved = SavedTensors(opened, progress)
 
         def check() -> tuple[set[str], _Weights, _Optimizer | None]:
             used = _components(opened, given, ignore)
@@ -234,7 +234,7 @@ _Weights = list[tuple[str, RankTensor, Tensor]]
 _Optimizer = tuple[OptimizerParts, OptimizerManifest]
 
 
-class _SavedState:
+class SavedTensors:
     """Reads what this rank has of the tensors of a checkpoint."""
 
     def __init__(self, opened: OpenCheckpoint, progress: Progress):
@@ -269,7 +269,7 @@ class _SavedState:
             target.copy_(self._opened.read_tensor(tensor, target.dtype, layout, self._progress.add))
 
 
-def _read_weights(runtime: Runtime, weights: _Weights, saved: _SavedState) -> None:
+def _read_weights(runtime: Runtime, weights: _Weights, saved: SavedTensors) -> None:
     for key, tensor, target in weights:
         if not tensor.layout.is_held:
             continue

@@ -50,19 +50,23 @@ class OpenCheckpoint:
     parts: list[PartIndex]
 
     @staticmethod
-    def read(folder: Place) -> OpenCheckpoint:
+    def read(folder: Place, name: str = NAME) -> OpenCheckpoint:
         """Read the manifest and all indexes of a checkpoint.
+
+        Args:
+            folder: its folder.
+            name: the name of its manifest.
 
         Raises:
             CheckpointError: if one is missing or damaged, or an element is in none; the message names what is wrong.
         """
-        manifest = Manifest.read(folder)
+        manifest = Manifest.read(folder, name)
         parts = [PartIndex.read(folder, place, manifest.files) for place in range(manifest.ranks)]
         for part in parts:
             if unknown := sorted(part.pieces.keys() - manifest.tensors.keys()):
-                raise CheckpointError(f"{part.path} has elements of {shown(unknown[0])}, which {NAME} does not list")
+                raise CheckpointError(f"{part.path} has elements of {shown(unknown[0])}, which {name} does not list")
         for key, problem in uncovered(manifest, parts):
-            raise CheckpointError(f"{folder} is damaged: {NAME} lists {key}, of which {problem}")
+            raise CheckpointError(f"{folder} is damaged: {name} lists {key}, of which {problem}")
         return OpenCheckpoint(folder=folder, manifest=manifest, parts=parts)
 
     def random_of(self, mesh: Mesh) -> Any:

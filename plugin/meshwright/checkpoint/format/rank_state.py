@@ -29,8 +29,8 @@ from meshwright.checkpoint.files.reading import LAST_TIME
 from meshwright.checkpoint.format.checkpoint_folders import CONFIG_NAMES, Manifest
 from meshwright.checkpoint.format.object_states import Random, random_state
 from meshwright.checkpoint.format.part_files import RankPart, Source, as_of_now
+from meshwright.checkpoint.one_device.rank_optimizer import RankOptimizer, RankTensor
 from meshwright.checkpoint.one_device.safetensors_file import DTYPES, Form
-from meshwright.checkpoint.one_device.save_optimizer import RankOptimizer, RankTensor
 from meshwright.compiling import without_compilation
 from meshwright.errors import CheckpointError
 from meshwright.layout.packed_weights import state_without_packed
@@ -225,7 +225,7 @@ class RankState:
         if self.optimizer is not None:
             optimizer = self.optimizer.with_all(texts)
             tensors |= optimizer.tensors(self.device)
-            fields = vars(optimizer.manifest({}))
+            fields = vars(optimizer.manifest())
 
         forms = {key: tensor.form for key, tensor in tensors.items()}
         rest = replace(self, weights={}, optimizer=None)  # so that tensors are freed as soon as they are copied
@@ -250,7 +250,7 @@ class RankState:
             mesh=self.mesh.sizes,
             tensors=forms,
             ties=self.ties,
-            optimizer=fields and {key: x for key, x in fields.items() if key not in ("weight_map", "format")},
+            optimizer=fields,
             model_config=self.config(),
             files={},
             **self.states,

@@ -1,11 +1,10 @@
-"""The manifest of a saved optimizer, ``optimizer.json``, which holds everything except the tensors."""
+"""Everything of a saved optimizer except the tensors."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -13,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint.files import disk
 from meshwright.checkpoint.files.reading import read_json
 from meshwright.checkpoint.one_device.safetensors_file import SHAPE
 from meshwright.errors import CheckpointError
@@ -36,8 +34,7 @@ from meshwright.outside_files import (
 )
 from meshwright.outside_files import NAME as KEY
 
-NAME = "optimizer.json"
-_FORMAT = "meshwright-optimizer-1"
+_WHOLE = "meshwright-optimizer-1"  # the form of earlier versions, with whole tensors in files of rank 0
 
 
 class ParameterGroup(TypedDict):
@@ -58,8 +55,6 @@ class OptimizerManifest:
         tensors: the keys of each parameter's state that is a tensor.
         values: each parameter's (encoded) state that is not a tensor.
         masters: the parameters whose float32 master weights were saved.
-        weight_map: the file of each tensor, as in an index of safetensors files; empty in a checkpoint.
-        format: the format of this file.
     """
 
     optimizer: str
@@ -68,35 +63,20 @@ class OptimizerManifest:
     tensors: dict[str, list[str]]
     values: dict[str, dict[str, object]]
     masters: list[str]
-    weight_map: dict[str, str] = field(default_factory=dict)
-    format: str = _FORMAT
-
-    def write(self, folder: Path) -> None:
-        """Replace the manifest of a folder in one step; the files that it lists must already be on disk."""
-        content = json.dumps(asdict(self), indent=1).encode()
-        disk.replace_file(folder / NAME, lambda path: disk.write_file(path, content))
 
     @staticmethod
-    def read(folder: Path) -> OptimizerManifest:
-        """Read the manifest of a folder.
+    def read_whole(path: Path) -> OptimizerManifest:
+        """Read the manifest of a folder of whole tensors, as earlier versions wrote it.
 
         Raises:
-            CheckpointError: if the manifest is missing or damaged.
+            CheckpointError: if it is damaged.
         """
-        path = folder / NAME
-        try:
-            path.lstat()
-        except FileNotFoundError as error:
-            raise CheckpointError(
-                f"there is no optimizer state in {folder}: it has no {NAME}; name a folder that "
-                "meshwright.save_optimizer wrote"
-            ) from error
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
         fields = read_json(path)
-        if not isinstance(fields, dict) or fields.pop("format", None) != _FORMAT:
-            raise CheckpointError(f"{path} is damaged, or not of the format {_FORMAT}")
-        return OptimizerManifest.of(fields, str(path))
+        if not isinstance(fields, dict) or fields.pop("format", None) != _WHOLE:
+            raise CheckpointError(f"{path} is damaged, or of no known format")
+        require(fields, record({**_OPTIMIZER, "weight_map": table(KEY)}), path)
+        del fields["weight_map"]  # where ``WeightFiles`` finds the tensors
+        return OptimizerManifest(**fields)
 
     @staticmethod
     def of(fields: dict[str, Any], where: str) -> OptimizerManifest:
@@ -105,7 +85,7 @@ class OptimizerManifest:
         Raises:
             CheckpointError: if a field is unknown, missing, or of another type or range; it names it and ``where``.
         """
-        require(fields, record({**_OPTIMIZER, "weight_map": table(KEY)}), where)
+        require(fields, OPTIMIZER, where)
         return OptimizerManifest(**fields)
 
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from meshwright.checkpoint.one_device.load_optimizer import IMPLEMENTATION, check_fits, restore_optimizer
 from meshwright.checkpoint.one_device.optimizer_manifest import OptimizerManifest, encode, state_key
+from meshwright.checkpoint.one_device.optimizer_state import IMPLEMENTATION, check_fits, restore_optimizer
 from meshwright.errors import CheckpointError
 from meshwright.faults.together import succeed_together
 from meshwright.layout.tensor_layout import TensorLayout
@@ -162,7 +162,6 @@ def _described(saved: Any, found: OptimizerParts, path: Path) -> tuple[Optimizer
         },
         "values": values,
         "masters": [],
-        "weight_map": {},
     }
     manifest = OptimizerManifest.of(fields, str(path))
     return manifest, _WholeState(tensors)

@@ -1,31 +1,19 @@
-"""Gathers the optimizer's state under one-device names, and writes it for ``load_optimizer``.
-
-The folder has safetensors files with whole tensors, and the manifest ``optimizer.json`` with all else. Each save writes
-files with new names, and then replaces the manifest, which lists them, in one step. A crash at any time therefore
-leaves the last complete save.
-"""
+"""What each rank has of an optimizer's state, under the names and in the shapes of one device."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import json
-import os
-import re
-import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from meshwright.checkpoint.files import disk
-from meshwright.checkpoint.files.place import local_path
 from meshwright.checkpoint.one_device.optimizer_manifest import (
     OptimizerManifest,
     ParameterGroup,
@@ -33,20 +21,12 @@ from meshwright.checkpoint.one_device.optimizer_manifest import (
     master_key,
     state_key,
 )
-from meshwright.checkpoint.one_device.safetensors_file import Form, num_bytes
-from meshwright.checkpoint.one_device.streamed_files import StreamedFiles, parse_bytes, split, stream
-from meshwright.checkpoint.one_device.whole_tensors import assemble
-from meshwright.compiling import without_compilation
-from meshwright.errors import CheckpointError, PlanError
-from meshwright.faults.every_rank import on_every_rank
-from meshwright.faults.together import exchange_together, on_first_rank, succeed_together, texts_of_all
+from meshwright.checkpoint.one_device.safetensors_file import Form
+from meshwright.errors import CheckpointError
 from meshwright.layout.tensor_layout import TensorLayout
-from meshwright.mesh.axes import Mesh
 from meshwright.optim.owners import OptimizerParts, Part, parts_of
-from meshwright.optim.runtime import device_of
 from meshwright.parallel.shards.stand_in import own_shape
 from meshwright.parallel.shards.state_of_parts import state_of
-from meshwright.progress import is_first_rank
 
 State = dict[str, dict[str, Any]]  # by parameter, then by key: ("cut" | "whole", dtype, shape) or an encoded value
 
@@ -121,7 +101,9 @@ class RankOptimizer:
             texts: the texts of all ranks.
         """
         of_ranks = [json.loads(text) for text in texts]
-        found = _with_masters(self.found, [each["masters"] for each in of_ranks])
+        masters = {name for each in of_ranks for name in each["masters"]}
+        parts = {name: dataclasses.replace(p, has_master=name in masters) for name, p in self.found.parts.items()}
+        found = dataclasses.replace(self.found, parts=parts)
         return dataclasses.replace(self, found=found, state=_merged(each["state"] for each in of_ranks))
 
     def tensors(self, device: torch.device) -> dict[str, RankTensor]:
@@ -141,12 +123,8 @@ class RankOptimizer:
                 tensors[key] = RankTensor(dtype=dtype, layout=layout, values=values)
         return dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
 
-    def manifest(self, weight_map: dict[str, str]) -> OptimizerManifest:
-        """Return all but the tensors.
-
-        Args:
-            weight_map: the file of each tensor.
-        """
+    def manifest(self) -> OptimizerManifest:
+        """Return all but the tensors."""
         tensors = {name: [key for key, v in kept.items() if isinstance(v, tuple)] for name, kept in self.state.items()}
         return OptimizerManifest(
             optimizer=type(self.found.optimizer).__name__,
@@ -158,32 +136,11 @@ class RankOptimizer:
                 for name, kept in self.state.items()
             },
             masters=_masters(self.found),
-            weight_map=weight_map,
         )
-
-
-def shared_parts(model: nn.Module, optimizer: Optimizer) -> OptimizerParts:
-    """Return this rank's parts of an optimizer's parameters, with ``has_master`` as it is on all stages together.
-
-    Every rank must make the call.
-
-    Raises:
-        OptimizerMismatchError: if the optimizer belongs to another model.
-    """
-    found = succeed_together(lambda: parts_of(model, optimizer))
-    if found.runtime.mesh.pp.size == 1:
-        return found
-    return _with_masters(found, [json.loads(text) for text in texts_of_all(json.dumps(_masters(found)))])
 
 
 def _masters(found: OptimizerParts) -> list[str]:
     return [name for name, part in found.parts.items() if part.has_master]
-
-
-def _with_masters(found: OptimizerParts, of_ranks: list[list[str]]) -> OptimizerParts:
-    masters = {name for names in of_ranks for name in names}
-    parts = {name: dataclasses.replace(part, has_master=name in masters) for name, part in found.parts.items()}
-    return dataclasses.replace(found, parts=parts)
 
 
 def _merged(states: Iterable[State]) -> State:
@@ -253,89 +210,3 @@ def _encoded_groups(found: OptimizerParts) -> list[ParameterGroup]:
         }
         for index, (names, group) in enumerate(zip(found.groups, found.optimizer.param_groups, strict=True))
     ]
-
-
-_FILE = re.compile(r"optimizer-[0-9a-f]{8}(-\d{5}-of-\d{5})?\.safetensors")
-
-
-@on_every_rank
-def save_optimizer(
-    model: nn.Module, optimizer: Optimizer, directory: str | os.PathLike[str], *, max_shard_size: int | str = "5GB"
-) -> None:
-    """Write an optimizer's state in one-device form; every rank must make the call.
-
-    The save has the state of each parameter under its one-device name, the options of the parameter groups and, if ZeRO
-    keeps them, float32 master weights. Rank 0 writes, and never holds more than one full tensor beside its own shard.
-    To save the model's weights, call ``model.save_pretrained``.
-
-    Args:
-        model: the optimizer's model, distributed or not.
-        optimizer: the optimizer, as ``to_distributed`` or ``shard_optimizer`` returned it.
-        directory: the folder, created if it does not exist; an earlier save in it is replaced only once the new one is
-            complete.
-        max_shard_size: maximum size of one file, as a number of bytes or as text with a unit.
-
-    Raises:
-        OptimizerMismatchError: if the optimizer belongs to another model.
-        CheckpointError: if a state value is neither a tensor nor a number.
-        OSError: on every rank, if rank 0 cannot write; the folder then holds what it held before.
-
-    Example::
-
-        model.save_pretrained("checkpoint")
-        mw.save_optimizer(model, optimizer, "checkpoint/optimizer")
-    """
-    model = without_compilation(model, "save_optimizer(model, optimizer, directory)")
-    folder = local_path(directory, "save_optimizer")
-    own, texts = exchange_together(lambda: ((own := RankOptimizer.of(model, optimizer)), own.text()))
-    mesh = own.found.runtime.mesh
-    succeed_together(lambda: _check_writer(mesh))
-    every = own.with_all(texts)
-    tensors = every.tensors(device_of(model))
-    most = succeed_together(lambda: parse_bytes(max_shard_size))
-    stem = on_first_rank(lambda: _new_stem(folder))
-    sizes = {name: num_bytes(tensor.form) for name, tensor in tensors.items()}
-    names = {
-        file: names
-        for file, names in split(stem, ({name: size} for name, size in sizes.items()), most).items()
-        if names
-    }
-    files = {file: {name: tensors[name].form for name in names} for file, names in names.items()}
-    manifest = every.manifest({name: file for file, forms in files.items() for name in forms})
-
-    def gather(name: str) -> Tensor | None:
-        return assemble(tensors[name].values().reshape(-1), tensors[name].layout, mesh)
-
-    is_writer = mesh.is_first and is_first_rank()
-    written = StreamedFiles(folder, files, f"writing {folder}") if is_writer else None
-    stream(files, gather, written)
-    on_first_rank(lambda: _finish(folder, manifest, written) if written is not None else None)
-
-
-def _check_writer(mesh: Mesh) -> None:
-    if dist.is_initialized() and dist.get_rank() == 0 and not mesh.is_first:
-        raise PlanError(
-            f"rank 0 writes, but has the place {mesh.coordinates}, and only the first rank on every axis gets whole "
-            "tensors; use a mesh that starts with rank 0"
-        )
-
-
-def _new_stem(folder: Path) -> str:
-    folder.mkdir(parents=True, exist_ok=True)
-    return f"optimizer-{uuid.uuid4().hex[:8]}"
-
-
-def _finish(folder: Path, manifest: OptimizerManifest, written: StreamedFiles) -> None:
-    kept = set(manifest.weight_map.values())
-    try:
-        written.close()
-        disk.sync_folder(folder)
-        manifest.write(folder)
-    except BaseException:
-        for file in kept:
-            (folder / file).unlink(missing_ok=True)
-        raise
-    disk.sync_folder(folder)  # if this fails, the new files are listed and must stay
-    for path in folder.iterdir():
-        if _FILE.fullmatch(path.name) and path.name not in kept:
-            path.unlink()

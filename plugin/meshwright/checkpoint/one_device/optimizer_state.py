@@ -1,4 +1,4 @@
-"""Checks a state that ``save_optimizer`` wrote, and loads it into an optimizer under any plan."""
+"""Checks a saved state against an optimizer, and restores it under any plan."""
 
 from __future__ import annotations
 
@@ -6,29 +6,21 @@ import contextlib
 import functools
 import inspect
 import itertools
-import os
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from meshwright.checkpoint.files.place import Place, local_path, read_same
-from meshwright.checkpoint.files.reading import digest
+from meshwright.checkpoint.files.place import Place
 from meshwright.checkpoint.one_device.optimizer_manifest import (
-    NAME,
     OptimizerManifest,
     decode,
     kind_of,
     master_key,
     state_key,
 )
-from meshwright.checkpoint.one_device.save_optimizer import shared_parts
-from meshwright.checkpoint.one_device.weight_files import WeightFiles, some
-from meshwright.compiling import without_compilation
+from meshwright.checkpoint.one_device.weight_files import some
 from meshwright.errors import CheckpointError
-from meshwright.faults.every_rank import on_every_rank
 from meshwright.faults.together import succeed_together
 from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.optim.owners import OptimizerParts, Part
@@ -171,38 +163,6 @@ def _kind(value: object) -> str:
     return f"sequence of {len(value)}" if isinstance(value, tuple | list) else kind_of(value)
 
 
-@on_every_rank
-def load_optimizer(model: nn.Module, optimizer: Optimizer, directory: str | os.PathLike[str]) -> None:
-    """Load the state that ``save_optimizer`` wrote, under any plan; every rank must make the call, and reads its part.
-
-    The plan may differ from the plan of the save in its sizes and its ZeRO stage, and may be for one process. Load the
-    weights first (``ToDistributedConfig.weights`` or ``load_weights``). The parameter groups get the saved options,
-    except those that set how a step is computed (foreach, fused, capturable, differentiable). If the call raises, the
-    optimizer is unchanged.
-
-    Args:
-        model: the model, as for ``save_optimizer``.
-        optimizer: its optimizer.
-        directory: the folder that ``save_optimizer`` wrote.
-
-    Raises:
-        CheckpointError: if the folder cannot be read, or belongs to another model or another kind of optimizer.
-        OptimizerMismatchError: if the optimizer belongs to another model.
-
-    Example::
-
-        mw.load_weights(model, "checkpoint")
-        mw.load_optimizer(model, optimizer, "checkpoint/optimizer")
-    """
-    model = without_compilation(model, "load_optimizer(model, optimizer, directory)")
-    folder = local_path(directory, "load_optimizer")
-    found = shared_parts(model, optimizer)
-    manifest, files = read_same(folder, lambda: (_open(folder, found), digest((folder / NAME).read_bytes())))
-    with files.progress as progress:
-        progress.start(_bytes_to_read(files, found))
-        restore_optimizer(found, manifest, files)
-
-
 def restore_optimizer(found: OptimizerParts, manifest: OptimizerManifest, saved_state: SavedState) -> None:
     """Give an optimizer the state that was saved; every rank must make the call.
 
@@ -262,23 +222,6 @@ def set_state(found: OptimizerParts, manifest: OptimizerManifest, loaded: ReadSt
         found.optimizer.__setstate__({"state": own, "param_groups": found.optimizer.param_groups})
     if found.runtime.weights is not None:
         found.runtime.weights.release()
-
-
-def _open(folder: Path, found: OptimizerParts) -> tuple[OptimizerManifest, WeightFiles]:
-    """Open the manifest and the files, and check them against the optimizer."""
-    manifest = OptimizerManifest.read(folder)
-    files = WeightFiles.open(folder / NAME)
-    check_fits(folder, manifest, files, found)
-    return manifest, files
-
-
-def _bytes_to_read(files: WeightFiles, found: OptimizerParts) -> int:
-    shares = {name: part.layout.local_numel / max(part.layout.shape.numel(), 1) for name, part in found.parts.items()}
-    names = {tensor: tensor.split("/")[1:2] for tensor in files.entries}
-    return sum(
-        int(entry.num_bytes * shares.get(names[tensor][0], 0)) if names[tensor] else 0
-        for tensor, (_, entry) in files.entries.items()
-    )
 
 
 def _read_part(
