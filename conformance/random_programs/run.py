@@ -27,6 +27,7 @@ from support.models import FAMILIES, SIZES
 STEPS = 2  # events happen between them
 WORDS = 97
 FULL_BATCHES = 2
+MOST_SKIPPED = 20  # batches that end with an error
 TIMEOUT = 25.0  # seconds until Meshwright itself ends a program whose ranks wait for one another
 
 
@@ -96,7 +97,7 @@ class Run:
 
     def train(self) -> Numbers:
         """Train, and return what the program printed and learnt."""
-        passes, count = 0, self.settings["passes"]
+        passes, failed, count = 0, 0, self.settings["passes"]
         while self.step < STEPS:
             for batch in self.loader:
                 passes += 1
@@ -108,6 +109,9 @@ class Run:
                         self.numbers.losses.append(loss.item())
                         (loss / count).backward()
                 except self.settings["skips"]:
+                    failed += 1
+                    if failed > MOST_SKIPPED:  # a program that skips every batch has an end, without a step
+                        raise
                     continue
                 if is_last:
                     self._step()
