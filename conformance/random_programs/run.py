@@ -108,9 +108,9 @@ class Run:
                         loss = self._loss(batch)
                         self.numbers.losses.append(loss.item())
                         (loss / count).backward()
-                except self.settings["skips"]:
-                    failed += 1
-                    if failed > MOST_SKIPPED:  # a program that skips every batch has an end, without a step
+                except self.settings["skips"] as error:
+                    failed += 1  # a program that skips each batch has an end, without a step
+                    if failed > MOST_SKIPPED and type(error).__module__ == mw.errors.__name__:
                         raise
                     continue
                 if is_last:
