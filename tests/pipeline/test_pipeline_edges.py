@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import re
 from pathlib import Path
@@ -284,7 +285,7 @@ def refusals() -> dict[str, str]:
         stopped = distributed({**PLAN, "schedule": schedule})
         for moment in ("at first", "later"):
             handle = stopped.model.layers[layer].register_forward_hook(lambda _, __, x: mw.gather_rows(x))
-            record(f"rows {number} {moment}", lambda: stopped(**batch()))
+            record(f"rows {number} {moment}", functools.partial(stopped, **batch()))
             handle.remove()
             stopped(**batch()).loss.backward()
     three = distributed({"pp": 2, "schedule": "interleaved", "gradient_accumulation_steps": 3})
