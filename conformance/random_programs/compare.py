@@ -167,6 +167,8 @@ def _pairs(ours: list[Any], theirs: list[Any]) -> list[tuple[Any, Any]]:
 
 
 def _relative(actual: Any, expected: Any) -> float:
+    if isinstance(actual, list) and isinstance(expected, list) and len(actual) == len(expected):
+        return max(map(_relative, actual, expected), default=0.0)
     if not isinstance(actual, int | float) or not isinstance(expected, int | float):
         return 0.0 if actual == expected else math.inf
     difference = abs(actual - expected) / max(abs(expected), 1e-12)

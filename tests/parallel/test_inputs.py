@@ -6,17 +6,22 @@ Tolerance 1e-10 in float64: only the order of sums differs (about 1e-15 measured
 from __future__ import annotations
 
 import itertools
+import logging
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForSequenceClassification
 
 import meshwright as mw
 from support.exact import Float64, relative_difference
-from support.models import build, labels_for, tokens
+from support.logs import logged
+from support.models import SIZES, build, tokens
 from support.scenarios import SCENARIOS, Step, one_step
+from support.short_programs import gradients_of
 from support.tiers import crossings
 
 TOLERANCE = 1e-10
@@ -129,43 +134,81 @@ def test_micro_batches_within_the_call(plan: dict[str, Any], split: dict[str, in
     assert_equal_steps(ranks[0], one_step("qwen3", "plain"))
 
 
-def gradient_of_inputs(plan: dict[str, Any], is_returned: bool) -> Tensor:
-    """Of embeddings that the program passes: of all rows in one process, of this rank's under a plan."""
+def gradient_of_inputs(plan: dict[str, Any], loss_of: str, is_computed: bool, how: str) -> dict[str, Tensor]:
+    """Of embeddings that the program passes: of all rows in one process, of this rank's under a plan.
+
+    The embeddings are a leaf, or computed from the model's weights. A penalty on their gradient is trained: the result
+    is then the gradient of the weights.
+    """
     with Float64():
-        model: Any = build("llama").double().train()
-        draws = torch.Generator().manual_seed(1)
-        rows = torch.randn(4, 12, model.config.hidden_size, generator=draws, dtype=torch.float64)
-        labels = labels_for(tokens(4, 12))
-        labels[0, :7] = -100
+        torch.manual_seed(0)
+        config = LlamaConfig(**SIZES, num_labels=3, attn_implementation="eager")
+        model: Any = LlamaForSequenceClassification(config).double().train()
         if plan:
             model = mw.to_distributed(model, config=mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan)))[0]
         dp = plan.get("dp", 1)
         rank = dist.get_rank() % dp if plan else 0
         own = slice(rank * 4 // dp, (rank + 1) * 4 // dp)
-        embeds = rows[own].clone().requires_grad_()
-        loss = model(inputs_embeds=embeds, labels=labels[own]).loss
-        if is_returned:
-            return torch.autograd.grad(loss, embeds)[0]
-        loss.backward()
-        assert embeds.grad is not None
-        return embeds.grad
+        ids, labels = tokens(4, 12)[own], torch.tensor([0, -100, 2, 1])[own]
+        embeds = model.get_input_embeddings()(ids)
+        embeds = embeds if is_computed else embeds.detach().requires_grad_()
+        if loss_of == "the model":
+            loss = model(inputs_embeds=embeds, labels=labels).loss
+        else:
+            loss = F.cross_entropy(model(inputs_embeds=embeds).logits, labels)
+            loss = mw.global_mean(model, loss, (labels != -100).sum()) if plan else loss
+        if how == "backward":
+            loss.backward()
+            assert embeds.grad is not None
+            return {"input": embeds.grad}
+        (gradient,) = torch.autograd.grad(loss, embeds, create_graph=how == "penalty")
+        if how == "returned":
+            return {"input": gradient}
+        penalty = 100 * gradient.square().sum((1, 2)).mean()
+        (loss + (mw.global_mean(model, penalty, len(ids)) if plan else penalty)).backward()
+        return gradients_of(model, plan or None)
 
 
-@pytest.mark.parametrize(
-    ("plan", "is_returned"),
-    crossings(
-        itertools.product(PLANS, [False, True]),
-        but=[*((plan, False) for plan in PLANS), (SP, True)],
-    ),
-    ids=str,
-)
-def test_gradients_of_inputs(plan: dict[str, Any], is_returned: bool, pool2: Any) -> None:
-    """Row 21, e.g. for a saliency: without the averaging over dp they are twice those of one device."""
-    ranks = pool2.run(gradient_of_inputs, plan, is_returned)
-    actual = torch.cat(ranks) if "dp" in plan else ranks[0]
-    assert relative_difference(actual, gradient_of_inputs({}, is_returned)) < 1e-12
+OF_INPUTS = [
+    *itertools.product(["the model", "the program"], [False, True], ["returned", "penalty"]),
+    *itertools.product(["the model", "the program"], [False], ["backward"]),
+]
+
+
+def gradients_of_inputs(plan: dict[str, Any]) -> list[dict[str, Tensor]]:
+    return [gradient_of_inputs(plan, *case) for case in OF_INPUTS if case[2] != "penalty" or "tp" not in plan]
+
+
+@pytest.mark.parametrize("plan", crossings(PLANS, but=PLANS[:4]), ids=str)
+def test_gradients_of_inputs(plan: dict[str, Any], pool2: Any) -> None:
+    """Row 21, as for a saliency: with the factor that losses carry over dp, they are twice those of one device."""
+    ranks = pool2.run(gradients_of_inputs, plan)
+    cases = [case for case in OF_INPUTS if case[2] != "penalty" or "tp" not in plan]
+    for case, *actual in zip(cases, *ranks, strict=True):
+        for name, value in gradient_of_inputs({}, *case).items():
+            of_ranks = [of_rank.get(name) for of_rank in actual]
+            found = torch.cat(of_ranks) if name == "input" and "dp" in plan else of_ranks[0]
+            assert relative_difference(found, value) < TOLERANCE, (case, name)
+
+
+def gradient_of_one_ranks_loss(plan: dict[str, Any]) -> list[str]:
+    with Float64(), logged(level=logging.WARNING) as said:
+        model = mw.to_distributed(build("llama").double(), config=mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan)))[
+            0
+        ]
+        embeds = model.get_input_embeddings()(tokens(2, 12))
+        torch.autograd.grad(model(inputs_embeds=embeds).logits.mean(), embeds)
+    return said
+
+
+def test_a_mean_that_is_not_of_the_global_batch_is_told(pool2: Any) -> None:
+    for said in pool2.run(gradient_of_one_ranks_loss, {"dp": 2}):
+        assert any("meshwright.global_mean(model, loss, count)" in text for text in said)
+    assert not [text for text in pool2.run(gradient_of_one_ranks_loss, {"tp": 2})[0] if "global_mean" in text]
 
 
 def test_gradients_of_inputs_with_micro_batches(pool2: Any) -> None:
-    for kind, message in pool2.run_expecting_error(gradient_of_inputs, {"dp": 2, "micro_batch_size": 1}, False):
+    for kind, message in pool2.run_expecting_error(
+        gradient_of_inputs, {"dp": 2, "micro_batch_size": 1}, "the model", False, "backward"
+    ):
         assert kind == "ValueError" and "inputs_embeds requires a gradient" in message and "micro_batch" in message

@@ -114,10 +114,10 @@ def train_without_their_gradients() -> dict[str, Tensor]:
     """A fault: what crosses beside the hidden states gets no gradient from later stages."""
     backward = Links.send
 
-    def send(links: Links, crossing: tuple[Tensor, ...], receiver: int, *, announces: bool = False) -> None:
+    def send(links: Links, crossing: tuple[Tensor, ...], receiver: int, *, announced: int = 0) -> None:
         is_gradient = receiver < links.pp.rank
         kept = (crossing[0], *map(torch.zeros_like, crossing[1:])) if is_gradient else crossing
-        backward(links, kept, receiver, announces=announces)
+        backward(links, kept, receiver, announced=announced)
 
     with mock.patch.object(Links, "send", send):
         return train(PLANS["pp2"], "t5")

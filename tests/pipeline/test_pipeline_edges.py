@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import re
 from pathlib import Path
@@ -279,6 +280,14 @@ def refusals() -> dict[str, str]:
     loss = hooked(**batch()).loss
     record("kept activation", lambda: (loss + kept[-1].pow(2).mean()).backward())
     hooked(**batch()).loss.backward()  # what is kept does no harm
+    for number, (schedule, layer) in enumerate([("1f1b", 0), ("zbv", 1), ("zbv", 3), ("1f1b", -1)]):
+        # One stage alone runs the hook: before the stages know what crosses between them, and after it.
+        stopped = distributed({**PLAN, "schedule": schedule})
+        for moment in ("at first", "later"):
+            handle = stopped.model.layers[layer].register_forward_hook(lambda _, __, x: mw.gather_rows(x))
+            record(f"rows {number} {moment}", functools.partial(stopped, **batch()))
+            handle.remove()
+            stopped(**batch()).loss.backward()
     three = distributed({"pp": 2, "schedule": "interleaved", "gradient_accumulation_steps": 3})
     record("three micro-batches", lambda: three(**batch(rows=6)))
     return said
@@ -308,6 +317,7 @@ WORDS = {
     "read of another stage": "another pipeline stage holds model.",
     "kept activation": "Compute the loss from the model's output",
     "three micro-batches": "a multiple of 2",
+    **{f"rows {n} {at}": "mw.gather_rows(x) needs all rows" for n in range(4) for at in ("at first", "later")},
 }
 
 

@@ -318,6 +318,8 @@ class _Lookahead:
         self.inner.step()
         for group, slow in zip(self.inner.param_groups, self.slow, strict=True):
             for p, kept in zip(group["params"], slow, strict=True):
+                if not p.is_floating_point():
+                    continue
                 kept.add_(p.data - kept, alpha=0.5)
                 p.data.copy_(kept)
 

@@ -155,6 +155,9 @@ for _name, _build in {
     "a layer of two names": _renamed,
 }.items():
     _conflicts = {"sharing", "tied", "parametrization", "average", "load_state_dict", "a copy of the model", "change"}
+    if _name == "a parameter of whole numbers":  # of which torch has no norm, no gradient and no product with 0.9
+        _conflicts |= {"write", "freezing", "schedule", "a histogram of weights", "how much weights move"}
+        _conflicts |= {"norms of groups", "the norm of each .data"}
     add(Trait(name=_name, kind="storage", may=TOLD, build=_build, without=frozenset(_conflicts | {"olmo2", "family"})))
 
 

@@ -53,6 +53,9 @@ def on_every_rank(function: Callable[P, R]) -> Callable[P, R]:
     return named
 
 
+_SKIP = "skip a batch on every rank, or on none: `if mw.gather_rows(torch.tensor([skips])).any(): continue`"
+
+
 def advice(said: Mapping[str, str]) -> list[str]:
     """Return what to change if only some ranks are in a call that every rank must make.
 
@@ -63,7 +66,7 @@ def advice(said: Mapping[str, str]) -> list[str]:
         >>> advice({"rank 0 (host a)": "save, in save_checkpoint()", "rank 1 (host a)": "forward pass, step 3"})
         ['rank 0 alone called save_checkpoint(), which every rank must call: take it out of `if rank == 0:`']
         >>> advice({"rank 0 (host a)": "gradients, step 1", "rank 1 (host a)": "forward pass, step 2"})
-        ['rank 0 alone called backward(): skip a batch on every rank, or on none']
+        ['rank 0 alone called backward(): skip a batch on every rank, or on none: `if mw.gather_rows(torch.tensor([skips])).any(): continue`']
     """
     if any(_FAULT.search(what) for what in said.values()):
         return []
@@ -79,9 +82,9 @@ def advice(said: Mapping[str, str]) -> list[str]:
         if call == EVALUATION:
             lines.append(f"{ranks} alone evaluated the model: evaluate on every rank, not in `if rank == 0:`")
         elif call == BACKWARD:
-            lines.append(f"{ranks} alone called backward(): skip a batch on every rank, or on none")
+            lines.append(f"{ranks} alone called backward(): {_SKIP}")
         elif call == EPOCH:
-            lines.append(f"{ranks} alone began to iterate: run each batch on every rank, and skip it on all or none")
+            lines.append(f"{ranks} alone began to iterate: {_SKIP}")
         else:
             lines.append(f"{ranks} alone called {call}(), which every rank must call: take it out of `if rank == 0:`")
     return lines

@@ -73,7 +73,7 @@ def exchange_together(
     own = json.dumps([done and done[1], _describe(error)])
     texts = texts_of_all(own, group) if meeting is None else meeting.texts_of_all(own)
     received = [json.loads(other) for other in texts]
-    _raise_first([failure for _, failure in received], error)
+    _raise_first([failure for _, failure in received], error, group)
     assert done is not None
     return done[0], [other for other, _ in received]
 
@@ -206,12 +206,14 @@ def _describe(error: Exception | None) -> Description | None:
     return None if error is None else ([kind.__name__ for kind in type(error).__mro__], str(error))
 
 
-def _raise_first(failures: list[Description | None], own: Exception | None) -> None:
+def _raise_first(
+    failures: list[Description | None], own: Exception | None, group: dist.ProcessGroup | None = None
+) -> None:
     if own is not None:
         raise own
     for rank, failure in enumerate(failures):
         if failure is not None:
-            raise _rebuilt(rank, failure)
+            raise _rebuilt(rank if group is None else dist.get_global_rank(group, rank), failure)
 
 
 def _rebuilt(rank: int, failure: Description) -> Exception:

@@ -70,6 +70,7 @@ def watch_passes(build: Build) -> None:
         mesh=runtime.mesh,
         guard=runtime.guard,
         comparison=runtime.comparison,
+        losses=runtime.loss_gradients,
         has_sharded_loss=build.has_sharded_loss,
         has_head_loss=build.has_head_loss,
         has_known_loss=build.loss is not None,

@@ -13,11 +13,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from meshwright import errors
 from meshwright.errors import PlanError
 from meshwright.parallel.autograd_graph import loss_of
 from meshwright.parallel.batch.schema import Batch
@@ -41,6 +42,7 @@ from meshwright.plan.schedule import Kind, Operation, received_by, receiving_sta
 from meshwright.roles.linear_kernel import LinearKernel, kernel_of
 from meshwright.temporarily import temporarily
 
+T = TypeVar("T")
 Key = tuple[bool, int, int]  # a transfer: is it an activation (or a gradient), its receiving stage, its micro-batch
 # A weight, the kernel of its layer, the layer's input, and the gradient of its output.
 _Waiting = tuple[nn.Parameter, LinearKernel, Callable[[], Tensor], Tensor]
@@ -115,6 +117,9 @@ def _words(format: Format) -> str:
 class Step:
     """One batch on its way through the stages of this rank.
 
+    An error about the program, which the ranks of one stage alone find, becomes one of all stages: from then on this
+    rank computes nothing, and receives and sends all that the schedule has, so that no other rank waits.
+
     Args:
         stages: the stages of this rank.
         links: the channels to the other ranks.
@@ -125,9 +130,11 @@ class Step:
         finish: takes the batch and the decoder's output of a micro-batch, and returns the output whose loss counts.
         keep: called with each output of the last stage, in the order of the micro-batches.
         look: called after a stage's forward on each micro-batch, to find state that the forward has written.
-        is_refused: returns whether such state will be an error of all ranks at the end of the step.
         scale: the factor of the losses in float16; None for no factor.
         fillers: the micro-batches without rows of their own, which only keep this rank in step.
+        total: the loss so far, on the last stage.
+        failure: the error that a stage of this rank has found.
+        is_over: whether this rank computes nothing more, because a stage has failed.
     """
 
     stages: Stages
@@ -139,10 +146,11 @@ class Step:
     finish: Callable[[Batch, Any], Any]
     keep: Callable[[Any], None]
     look: Callable[[], None]
-    is_refused: Callable[[], bool]
     scale: Tensor | float | None = None
     fillers: frozenset[int] = frozenset()
     total: Tensor | None = None
+    failure: Exception | None = None
+    is_over: bool = False
     _receivers: dict[int, Receiver] = field(default_factory=dict)
     _arrived: dict[Key, int] = field(default_factory=dict)  # how many crossings a transfer shows to have arrived
     _handed: dict[Key, Crossing] = field(default_factory=dict)  # what one stage of this rank gives to another
@@ -181,10 +189,23 @@ class Step:
 
     def forward(self, stage: int, micro_batch: int, *, trains: bool) -> None:
         """Run a stage's forward on one micro-batch, and send the result on."""
-        stages = self.stages.cut
-        received = None
+        cut, received = self.stages.cut, None
         if stage > 0:
-            received = self._take(True, stage, micro_batch, stages.rank_of(stage - 1))
+            received = self._take(True, stage, micro_batch, cut.rank_of(stage - 1))
+            if received:
+                self.boundaries.seen[micro_batch][stage] = format_of(received)
+            else:
+                self.is_over = True
+        output = self._attempt(lambda: self._computed(stage, micro_batch, received, trains=trains))
+        if stage != cut.last:
+            sent = None if output is None else tuple(x.detach() for x in output)
+            self._give(Operation(Kind.FORWARD, stage, micro_batch), sent)
+        if trains and output is not None:
+            self._alive[stage, micro_batch] = received, output
+
+    def _computed(self, stage: int, micro_batch: int, received: Crossing | None, *, trains: bool) -> Crossing:
+        """Return the activations that a stage sends on, or the loss of the last stage."""
+        if received is not None:
             self.boundaries.see(stage, micro_batch, received)
             for x in received:
                 x.requires_grad_(trains and has_gradient(x.dtype))
@@ -192,18 +213,16 @@ class Step:
         with self.running(micro_batch):
             output = self.stages.run(stage, batch, received)
         self.look()
-        if stage == stages.last:
-            output = self.finish(batch, output)
-            self.keep(output)
-            loss = loss_of(output)
-            if loss is not None:
-                self.total = loss.detach() if self.total is None else self.total + loss.detach()
-            output = () if loss is None else (loss if self.scale is None else loss * self.scale,)
-        else:
+        if stage != self.stages.cut.last:
             self.boundaries.see(stage + 1, micro_batch, output)
-            self._give(Operation(Kind.FORWARD, stage, micro_batch), tuple(x.detach() for x in output))
-        if trains:
-            self._alive[stage, micro_batch] = received, output
+            return output  # type: ignore[no-any-return]
+        output = self.finish(batch, output)
+        self.keep(output)
+        loss = loss_of(output)
+        if loss is None:
+            return ()
+        self.total = loss.detach() if self.total is None else self.total + loss.detach()
+        return (loss if self.scale is None else loss * self.scale,)
 
     def backward(self, operation: Operation, sums: SummedGradients, later: WeightGradients) -> None:
         """Run a stage's backward of one micro-batch, and send the gradient of its input on.
@@ -214,30 +233,51 @@ class Step:
             later: the gradients of linear weights that wait.
         """
         cut, stage, micro_batch = self.stages.cut, operation.stage, operation.micro_batch
-        received, output = self._alive.pop((stage, micro_batch))
-        crossed, output = differentiable(received or ()), differentiable(output)
-        gradients: Sequence[Tensor | None] = [None] * len(output)
+        received, output = self._alive.pop((stage, micro_batch), (None, ()))
+        gradients: Sequence[Tensor | None] = [None]
         if stage != cut.last:
             gradients = self._take(False, stage, micro_batch, cut.rank_of(stage + 1))
+            self.is_over |= not gradients
         parameters = self.parameters[stage]
-        inputs: list[Tensor] = [*crossed, *parameters]
-        found: list[Tensor | None] = [None] * len(inputs)
-        # Nothing requires a gradient if all stages so far are frozen.
-        trained = [(x, g) for x, g in zip(output, gradients, strict=True) if x.requires_grad]
-        if trained and inputs:
+        crossed = differentiable(received or ())
+
+        def compute() -> list[Tensor | None]:
+            # Nothing requires a gradient if all stages so far are frozen.
+            trained = [(x, g) for x, g in zip(differentiable(output), gradients, strict=False) if x.requires_grad]
+            inputs: list[Tensor] = [*crossed, *parameters]
+            if not trained or not inputs:
+                return [None] * len(inputs)
             with self.stages.active(stage, received), later.waiting(operation), reading_shards():
                 try:
-                    found = list(
+                    return list(
                         torch.autograd.grad([x for x, _ in trained], inputs, [g for _, g in trained], allow_unused=True)
                     )
                 except RuntimeError as error:  # about a weight that the forward of a later micro-batch has written
-                    if not self.is_refused():
-                        raise (PlanError(_WRITTEN) if "inplace operation" in str(error) else error) from error
-                    # This rank goes on without gradients, so that the others come to the end of the step.
-        sent = tuple(torch.zeros_like(x) if g is None else g for x, g in zip(crossed, found, strict=False))
-        if sent:
+                    raise (PlanError(_WRITTEN) if "inplace operation" in str(error) else error) from error
+
+        found = self._attempt(compute)
+        sent = None
+        if found is not None:
+            sent = tuple(torch.zeros_like(x) if g is None else g for x, g in zip(crossed, found, strict=False))
+        if stage > 0:
             self._give(operation, sent)
-        sums.add(parameters, found[len(crossed) :], used=sent)
+        if found is not None:
+            sums.add(parameters, found[len(crossed) :], used=sent or ())
+
+    def _attempt(self, compute: Callable[[], T]) -> T | None:
+        """Return what an operation computes; None if it fails, or a stage has failed before.
+
+        Other errors than those about the program, such as of memory, may be this rank's alone, and leave at once.
+        """
+        if self.is_over:
+            return None
+        try:
+            return compute()
+        except ValueError as error:
+            if type(error).__module__ != errors.__name__:
+                raise
+            self.failure, self.is_over = error, True
+            return None
 
     def _take(self, is_forward: bool, stage: int, micro_batch: int, sender: int) -> Crossing:
         key = (is_forward, stage, micro_batch)
@@ -247,16 +287,20 @@ class Step:
         self.links.settle(sender, self._arrived.get(key, 0))
         return crossing
 
-    def _give(self, operation: Operation, crossing: Crossing) -> None:
-        cut = self.stages.cut
+    def _give(self, operation: Operation, crossing: Crossing | None) -> None:
+        """Send what an operation has computed, or if it has not, something of its form."""
+        cut, is_forward, micro_batch = self.stages.cut, operation.kind is Kind.FORWARD, operation.micro_batch
         stage = receiving_stage(operation, len(cut.spans))
         assert stage is not None
-        receiver, is_forward = cut.rank_of(stage), operation.kind is Kind.FORWARD
+        expected = self.boundaries.expected((is_forward, stage, micro_batch))
+        format = expected.format()
+        if crossing is None:
+            crossing = tuple(torch.zeros(shape, dtype=dtype, device=self.links.device) for shape, dtype in format or ())
+        receiver = cut.rank_of(stage)
         if receiver == cut.rank:
-            self._handed[is_forward, stage, operation.micro_batch] = crossing
-            return
-        announces = is_forward and stage not in self.boundaries.known[operation.micro_batch]
-        self.links.send(crossing, receiver, announces=announces)
+            self._handed[is_forward, stage, micro_batch] = crossing
+        else:
+            self.links.send(crossing, receiver, announced=expected.count if format is None else 0)
 
 
 def run_training(step: Step, sums: SummedGradients, later: WeightGradients) -> None:

@@ -103,18 +103,19 @@ class Links:
         self._arrived: dict[int, int] = {}  # by receiver, the number of crossings that were settled
 
     @own_collectives()
-    def send(self, crossing: Crossing, receiver: int, *, announces: bool = False) -> None:
+    def send(self, crossing: Crossing, receiver: int, *, announced: int = 0) -> None:
         """Start to send tensors to a rank of the pipeline; they must not be changed until they have arrived.
 
         Args:
-            crossing: the tensors.
+            crossing: the tensors; none if the sender has failed before it knew them.
             receiver: the rank of the pipeline.
-            announces: whether the receiver does not know their shapes and dtypes, which are then sent before.
+            announced: the number of tensors whose shapes and dtypes the receiver does not know, which are then sent
+                before.
         """
         group = self._groups[self.pp.rank, receiver]
         place = dist.get_group_rank(group, self._global(receiver))
         xs = [x.detach().contiguous() for x in crossing]
-        header = [_header(format_of(crossing), self.device)] if announces else []
+        header = [_header(format_of(crossing), announced, self.device)] if announced else []
         messages = [(dist.isend(y, group=group, group_dst=place), y) for y in (*header, *xs)]
         self._sent.setdefault(receiver, deque()).append(messages)
 
@@ -168,7 +169,7 @@ class Receiver:
         if format is None:
             header = torch.empty(item.count, 2 + _MOST_DIMS, dtype=torch.int64, device=self._device)
             self._wait(dist.irecv(header, group=self._group, group_src=self._source))
-            format = tuple((tuple(shape[:ndim]), DTYPES[code]) for code, ndim, *shape in header.tolist())
+            format = tuple((tuple(shape[:ndim]), DTYPES[code]) for code, ndim, *shape in header.tolist() if code >= 0)
         found = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in format]
         self._posted[item.key] = [(dist.irecv(x, group=self._group, group_src=self._source), x) for x in found]
 
@@ -187,6 +188,6 @@ class Receiver:
         wait_for_message(work, self._group, self._device)
 
 
-def _header(format: Format, device: torch.device) -> Tensor:
+def _header(format: Format, count: int, device: torch.device) -> Tensor:
     rows = [[DTYPES.index(dtype), len(shape), *shape, *[0] * (_MOST_DIMS - len(shape))] for shape, dtype in format]
-    return torch.tensor(rows, device=device)
+    return torch.tensor(rows or [[-1] * (2 + _MOST_DIMS)] * count, device=device)

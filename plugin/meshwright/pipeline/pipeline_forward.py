@@ -13,10 +13,13 @@ from torch import Tensor, nn
 from meshwright.errors import PlanError
 from meshwright.facts import Facts
 from meshwright.faults.interpose import own_collectives
+from meshwright.faults.memory_digest import has_values
+from meshwright.faults.together import attempt, exchange_together, raise_if_any
 from meshwright.layout.tensor_layout import layout_of
 from meshwright.mesh.axes import Axis
 from meshwright.mesh.host_wire import waiting_for_the_gpu
 from meshwright.mesh.process_group import wire_device
+from meshwright.parallel.async_numbers import is_deferred
 from meshwright.parallel.batch.items import BatchFormat
 from meshwright.parallel.batch.mixed_rows import FixedInputs
 from meshwright.parallel.batch.schema import Batch, BatchSchema, leaves
@@ -221,10 +224,11 @@ class PipelineForward(BatchStep):
         self.writes.start()
         with loss.mean.over_micro_batches(counts, num_items, count), cut(), self.hooked.running():
             run_training(step, sums, self.later)
-        self.writes.finish()
+        _, error = attempt(self.writes.finish)
+        step.failure = error or step.failure  # a failure may follow from what forward has written
+        total, balance = self._share_losses(step)
         self._remember(step)
         self._sum_ties(sums)
-        total, balance = self._share_losses(step)
         loss.is_global()
         # A stage whose own weights are all frozen runs backward too, if another stage trains.
         root = torch.zeros_like(total, requires_grad=bool(trained))
@@ -247,10 +251,8 @@ class PipelineForward(BatchStep):
         step = self._step([batch], loss if has_targets else None, (), {})
         with torch.no_grad():
             run_evaluation(step)
+            total, balance = self._share_losses(step, has_any=has_targets or routers is not None)
             self._remember(step)
-            total, balance = None, None
-            if has_targets or routers is not None:
-                total, balance = self._share_losses(step)
             if has_targets:
                 loss.is_global()
         return self.outputs.of_batch(total if has_targets else None, balance)
@@ -278,7 +280,6 @@ class PipelineForward(BatchStep):
             parameters=parameters,
             finish=(lambda _, output: output) if loss is None else loss.of_output,
             look=self.writes.look if operations else lambda: None,
-            is_refused=lambda: self.writes.has_error,
             keep=self.outputs.keep,
         )
 
@@ -333,48 +334,61 @@ class PipelineForward(BatchStep):
         return next(self.model.parameters()).dtype, autocast, first.dtype
 
     @own_collectives()
-    def _share_losses(self, step: Step) -> tuple[Tensor, Tensor | None]:
+    def _share_losses(self, step: Step, *, has_any: bool = True) -> tuple[Tensor, Tensor | None]:
         """Return on every rank the last stage's loss, 0 without labels, and its load-balancing loss, if it has one.
 
         It is recorded whether the loss used num_items_in_batch.
+
+        Raises:
+            ValueError: on every rank, if a stage has failed; on a device the other ranks see it at the next meeting.
         """
         key, pp, last = self._precision(step.batches[0]), self.runtime.mesh.pp, self.pipeline.cut.last_rank
         device = BatchSchema(step.batches[0]).first.device
         mean = self.loss.mean
         balances = self._routers_of(step.batches[0]) is not None
-        own = torch.zeros(4 + balances, dtype=torch.float64, device=device)
+        kind, used = _kind_of(step.batches[0]), bool(mean.used_items)
+        if kind is not None and pp.rank == last and self._uses_items.get(kind, used) != used:
+            step.failure = step.failure or PlanError(
+                f"the loss function of this pipeline has changed: it now {'uses' if used else 'ignores'} "
+                "num_items_in_batch, unlike in earlier steps. Build the model and call to_distributed again with the "
+                "new loss function"
+            )
+        own = torch.zeros(5 + balances, dtype=torch.float64, device=device)
+        own[4].fill_(step.failure is not None)
         if pp.rank == last:
-            found = [x for x in (step.total, self.outputs.balance) if x is not None]
-            if step.total is not None:
-                own[0] = step.total
-            if balances:
-                own[4] = found[-1]
+            found = [(5, self.outputs.balance)] * balances + [(0, step.total)]
+            for place, number in found:
+                if number is not None:
+                    own[place] = number
+                    own[1].fill_(DTYPES.index(number.dtype))  # an assignment would copy the number from the host
             if mean.has_miscounted is not None:
                 own[3] = mean.has_miscounted
-            own[1].fill_(DTYPES.index(found[0].dtype))  # an assignment would copy the number from the host
-            own[2].fill_(bool(mean.used_items))
+            own[2].fill_(used)
         with waiting_for_the_gpu():  # only if ranks share a GPU, since the wire is host memory then
             own = own.to(wire_device(device))
-        dist.broadcast(own, group=pp.group, group_src=last)
+        dist.all_reduce(own, group=pp.group)
+        self._raise_together(step, own[4])
         mean.has_miscounted = own[3] != 0
         mean.check_counts()
-        used, mean.used_items = bool(mean.used_items), False
-        if (kind := _kind_of(step.batches[0])) is not None:
+        mean.used_items = False
+        if kind is not None:
             # Read once for each kind of batch, since reading makes the host wait for the device.
             if kind not in self._uses_items:
                 self._uses_items[kind] = bool(own[2])
             mean.used_items = self._uses_items[kind]
-            if pp.rank == last and used != mean.used_items:
-                raise PlanError(
-                    "the loss function of this pipeline has changed: it now "
-                    f"{'uses' if used else 'ignores'} num_items_in_batch, unlike in earlier steps. Build the model and "
-                    "call to_distributed again with the new loss function"
-                )
-        if key not in self._loss_dtypes:
+        if has_any and key not in self._loss_dtypes:
             self._loss_dtypes[key] = DTYPES[int(own[1])]
         with waiting_for_the_gpu():
-            own = own.to(device, self._loss_dtypes[key])
-        return own[0], own[4] if balances else None
+            own = own.to(device, self._loss_dtypes.get(key))
+        return own[0], own[5] if balances else None
+
+    def _raise_together(self, step: Step, failures: Tensor) -> None:
+        """Raise on every rank if the number of ranks with a failure is not 0; on a device, which the host does not
+        wait for, on these ranks alone."""
+        if is_deferred(failures.device):
+            raise_if_any(step.failure)
+        elif has_values(failures) and failures:
+            exchange_together(lambda: (raise_if_any(step.failure), ""), group=self.runtime.mesh.pp.group)
 
     def _sum_ties(self, sums: SummedGradients) -> None:
         """Add up the gradients of a tied weight over the stages that hold it, before they are averaged over dp."""

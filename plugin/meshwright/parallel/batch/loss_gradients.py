@@ -1,22 +1,31 @@
-"""Compare over dp the gradients that reach losses of the global batch, which are equal on all ranks.
+"""Losses of the global batch in backward: the factor of their gradients, and what reaches them, compared over dp.
 
 Such a loss has the same value on every rank, so whatever the program multiplies it by must be equal too. A factor that
 a rank computes from its own rows would give gradients that belong to no loss.
+
+In backward the loss carries a factor dp, since the gradients of parameters are averaged over dp. What
+``torch.autograd.grad`` returns is averaged by nothing, so in its passes the loss carries no factor. An input's gradient
+is divided by it in all other passes.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from meshwright.autograd import Node, TensorFunction
 from meshwright.faults.statement import Statement
 from meshwright.parallel.async_numbers import is_deferred, read_later
+from meshwright.parallel.shards.stand_in import reading_shards
+
+logger = logging.getLogger(__name__)
 
 ADVICE = (
     "The model's loss, and what mw.global_mean returns, is the mean over the rows or labels of all data-parallel ranks "
@@ -31,17 +40,77 @@ _TOLERANCE, _OF_FLOAT64 = 1e-5, 1e-11
 _KEPT = 1024  # gradients; more than this arrive only if no meeting compares them
 
 
+# A leaf of the graph of each loss: torch.autograd.grad, which runs what leads to its own inputs, does not reach it.
+_PROBE = torch.zeros((), requires_grad=True)
+
+
+def probe_of(x: Tensor) -> Tensor | None:
+    """Return what a function of ``x`` takes as another input, by which its backward knows the kind of its pass."""
+    return _PROBE if x.requires_grad else None
+
+
 class LossGradients:
     """Collects the gradients that backward brings to the losses of the global batch, for the next meeting.
 
     The host does not wait for a device: it reads the gradients that are there in the meeting after the next.
+
+    Args:
+        model: the model, whose parameters' gradients are averaged.
+        ranks: the number of ranks that have other rows.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module, ranks: int) -> None:
+        self._model, self.ranks = model, ranks
+        self._pass = -1  # the last pass that reached a loss
+        self._has_warned = False
         self._made = 0
         self._tolerance = _TOLERANCE  # of the gradients that arrive
         self._arrived: deque[tuple[int, Tensor]] = deque(maxlen=_KEPT)
         self._earlier: tuple[tuple[int, ...], Callable[[], list[float]]] | None = None
+
+    def enter(self) -> float:
+        """Return the loss's share of its factor in the running pass: 1, or 1/dp if nothing averages the gradients."""
+        self._pass = torch._C._current_graph_task_id()
+        return 1.0 if self._averages() else 1 / self.ranks
+
+    def of_input(self, x: Tensor, *, parts: int) -> Tensor:
+        """Return an input of the model; in backward its gradient loses the factor that the loss carries.
+
+        No reduction averages the gradient of a leaf. An input that is computed from parameters keeps the factor, since
+        their gradients are averaged.
+
+        Args:
+            x: the input.
+            parts: the number of ranks that each compute the gradient of a part of its tokens, which are added up.
+        """
+        is_averaged = not x.is_leaf or isinstance(x, nn.Parameter)
+        return _OfInput.apply(x, self, 1 / parts, is_averaged, probe_of(x))
+
+    def factor_of_input(self, *, is_averaged: bool) -> float:
+        """Return the factor of the gradient that reaches an input in the running pass."""
+        averages, is_of_loss = self._averages(), self._pass == torch._C._current_graph_task_id()
+        if not (averages and is_averaged) and not is_of_loss:
+            self._warn()
+        return 1 / self.ranks if averages and is_of_loss and not is_averaged else 1.0
+
+    def _averages(self) -> bool:
+        """Return whether the running pass adds to the gradients of parameters, which are averaged over the ranks."""
+        if _is_reached(_PROBE):
+            return True
+        with reading_shards():  # backward(inputs=...) may name parameters
+            return any(p.requires_grad and _is_reached(p) for p in self._model.parameters())
+
+    def _warn(self) -> None:
+        if not self._has_warned and self.ranks > 1:
+            self._has_warned = True
+            logger.warning(
+                "the gradient of an input of the model is that of a loss that this rank computes of its own rows. If "
+                "this loss is a mean over rows, the gradient is %d times that of one device, whose batch has %d times "
+                "as many rows, and a sum over rows is right. Make the mean one of the global batch first: "
+                "loss = meshwright.global_mean(model, loss, count), where count is the number of this rank's rows",
+                self.ranks,
+                self.ranks,
+            )
 
     def of_next(self) -> Callable[[Tensor], None]:
         """Return a function that takes the gradient of the next loss. All ranks must compute the same losses."""
@@ -89,3 +158,29 @@ def _are_close(values: Sequence[str], *, tolerance: float) -> bool:
     numbers = [float(value) for value in values]
     first = numbers[0]
     return all(math.isclose(x, first, rel_tol=tolerance) or (math.isnan(x) and math.isnan(first)) for x in numbers)
+
+
+def _is_reached(leaf: Tensor) -> bool:
+    """Return whether the running pass adds to the gradient of a leaf, or returns it."""
+    try:
+        return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node)
+    except RuntimeError:  # torch raises for a leaf whose gradient is returned, not accumulated
+        return True
+
+
+class _OfInput(TensorFunction):
+    """Returns an input of the model as it is; backward multiplies its gradient."""
+
+    has_graph = True
+
+    @staticmethod
+    def forward(
+        ctx: Node, x: Tensor, losses: LossGradients, factor: float, is_averaged: bool, probe: Tensor | None
+    ) -> Tensor:
+        ctx.losses, ctx.factor, ctx.is_averaged = losses, factor, is_averaged
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Node, grad: Tensor) -> tuple[Tensor | None, ...]:
+        factor = ctx.factor * ctx.losses.factor_of_input(is_averaged=ctx.is_averaged)
+        return grad if factor == 1 else grad * factor, None, None, None, None

@@ -26,7 +26,7 @@ from meshwright.autograd import Node, TensorFunction, refuse_second_order
 from meshwright.errors import ItemCountError, PlanError
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.async_numbers import is_deferred, read_later, require
-from meshwright.parallel.batch.loss_gradients import LossGradients
+from meshwright.parallel.batch.loss_gradients import LossGradients, probe_of
 from meshwright.parallel.collectives import all_gather
 from meshwright.plan.config import NumItems
 from meshwright.progress import is_first_rank
@@ -245,7 +245,7 @@ class GlobalMean:
 
     def _replaced(self, sums: Tensor, ranks: Tensor, divisors: Tensor, factors: Tensor) -> Tensor:
         value = (ranks.sum(0).to(sums.dtype) / divisors).mean()
-        mean: Tensor = _ReplaceValue.apply(sums, value, factors, self._of_next(), self.dp.size)
+        mean: Tensor = _ReplaceValue.apply(sums, value, factors, *self._in_backward(sums))
         self._last = None if mean.grad_fn is None else mean.grad_fn._sequence_nr()
         return mean
 
@@ -264,7 +264,9 @@ class GlobalMean:
         if self._last is not None and not x.requires_grad:
             # Nothing before needs a gradient; without a node the number would look like one of another origin.
             x = x.detach().requires_grad_()
-        number: Tensor = _ReplaceValue.apply(x, (value * share).to(x.dtype), factors, None, self.dp.size)
+        number: Tensor = _ReplaceValue.apply(
+            x, (value * share).to(x.dtype), factors, *self._in_backward(x, is_compared=False)
+        )
         self._added = None if number.grad_fn is None else number.grad_fn._sequence_nr()
         if self._divisors is not None:
             self.all_added = number.detach() + (0 if self.last_added is None else self.all_added)
@@ -273,11 +275,13 @@ class GlobalMean:
 
     def watched(self, mean: Tensor) -> Tensor:
         """Return a loss that is already the mean over the global batch; the gradient that reaches it is compared."""
-        factor = torch.ones_like(mean, requires_grad=False)
-        return _ReplaceValue.apply(mean.reshape(1), mean.detach(), factor.reshape(1), self._of_next(), self.dp.size)
+        factor, own = torch.ones_like(mean, requires_grad=False), mean.reshape(1)
+        return _ReplaceValue.apply(own, mean.detach(), factor.reshape(1), *self._in_backward(own))
 
-    def _of_next(self) -> Callable[[Tensor], None] | None:
-        return None if self.gradients is None else self.gradients.of_next()
+    def _in_backward(self, x: Tensor, *, is_compared: bool = True) -> tuple[object, ...]:
+        """Return what the backward of a mean needs besides its factors."""
+        look = None if self.gradients is None or not is_compared else self.gradients.of_next()
+        return look, self.gradients, self.dp.size, probe_of(x)
 
     @property
     def is_pending(self) -> bool:
@@ -377,24 +381,33 @@ def _is_sum(node: GraphNode | None, known: set[int | None]) -> bool:
 class _ReplaceValue(TensorFunction):
     """Replaces a vector by a given scalar, whose gradient with respect to the vector is the given factors.
 
-    Backward calls ``look``, if there is one, with the gradient of the scalar.
+    Backward calls ``look``, if there is one, with the gradient of the scalar. The ranks share the factor that it has
+    in passes whose gradients are averaged.
     """
 
     has_graph = True  # on one rank
 
     @staticmethod
     def forward(
-        ctx: Node, x: Tensor, value: Tensor, factors: Tensor, look: Callable[[Tensor], None] | None, ranks: int
+        ctx: Node,
+        x: Tensor,
+        value: Tensor,
+        factors: Tensor,
+        look: Callable[[Tensor], None] | None,
+        gradients: LossGradients | None,
+        ranks: int,
+        probe: Tensor | None,
     ) -> Tensor:
         ctx.save_for_backward(factors)
-        ctx.look, ctx.ranks = look, ranks
+        ctx.look, ctx.gradients, ctx.ranks = look, gradients, ranks
         return value.clone()
 
     @staticmethod
-    def backward(ctx: Node, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        if ctx.ranks > 1:  # until gradients are averaged they have a factor, and a penalty is not linear in it
+    def backward(ctx: Node, grad: Tensor) -> tuple[Tensor | None, ...]:
+        share = 1.0 if ctx.gradients is None else ctx.gradients.enter()
+        if ctx.ranks * share > 1:  # until gradients are averaged they have a factor, and a penalty is not linear in it
             refuse_second_order("Use ParallelPlan(dp=1, cp=1)")
         (factors,) = ctx.saved_tensors
         if ctx.look is not None:
             ctx.look(grad)
-        return grad * factors, None, None, None, None
+        return grad * (factors if share == 1 else factors * share), None, None, None, None, None, None

@@ -27,6 +27,7 @@ from meshwright.parallel.async_numbers import require_tensor
 from meshwright.parallel.autograd_graph import keep_until_backward, loss_of, scale_gradient
 from meshwright.parallel.batch.items import BatchFormat
 from meshwright.parallel.batch.longest_position import LongestPosition
+from meshwright.parallel.batch.loss_gradients import LossGradients
 from meshwright.parallel.batch.mean_over_ranks import slices
 from meshwright.parallel.batch.mixed_rows import BatchStatistics
 from meshwright.parallel.batch.schema import BatchSchema
@@ -134,6 +135,7 @@ class ForwardState:
         mesh: the axes. Ranks of tp, of cp and of pp must get the same inputs; ranks with different tokens share a loss.
         guard: the guard that compares the ranks and counts the steps; None on one process.
         comparison: the comparison of the model's replicas; None without a guard.
+        losses: what knows the factor of losses of the global batch; None with an engine, and without a guard.
         has_sharded_loss: whether the model's loss function can use sharded logits.
         has_head_loss: whether the model's loss function can compute the logits itself, from the head's input.
         has_known_loss: whether the loss that the model returns is the loss of the global batch.
@@ -161,6 +163,7 @@ class ForwardState:
     mesh: Mesh
     guard: Guard | None
     comparison: ReplicaComparison | None
+    losses: LossGradients | None = None
     has_sharded_loss: bool
     has_head_loss: bool
     has_known_loss: bool
@@ -261,25 +264,29 @@ class ForwardState:
         call.restore = self.draws.enter_model(module, inputs, device, call.frame, trains=trains)
         if not torch.is_grad_enabled() or self.dp.size == 1:
             return args, kwargs
-        factor = self.dp.size if self.has_known_loss and labels is not None else self.mesh.cp.size
-        return tuple(self._averaged(x, factor) for x in args), {n: self._averaged(x, factor) for n, x in kwargs.items()}
+        has_factor = self.has_known_loss and labels is not None
+        return (
+            tuple(self._of_input(x, has_factor) for x in args),
+            {name: self._of_input(x, has_factor) for name, x in kwargs.items()},
+        )
 
-    def _averaged(self, x: object, factor: int) -> object:
-        """Return ``x``; backward divides its gradient by the factor that the loss carries, if ``x`` is a leaf input.
+    def _of_input(self, x: object, has_factor: bool) -> object:
+        """Return an argument of the pass; backward makes its gradient that of one device.
 
-        No reduction averages the gradient of a leaf. Inputs computed from parameters keep the factor, since the
-        parameters' gradients are averaged. Each rank of cp has the gradient of its own tokens only, so backward gives
-        every rank their sum, divided by cp.
+        Each rank of cp has the gradient of its own tokens only, so backward gives every rank their sum, divided by cp.
 
         Args:
-            x: an argument of the pass.
-            factor: dp in a pass that computes the loss of the global batch, and otherwise cp.
+            x: the argument.
+            has_factor: whether the pass computes the loss of the global batch; for an engine, which averages gradients.
         """
         if not isinstance(x, Tensor) or not x.requires_grad:
             return x
-        if not x.is_leaf or isinstance(x, nn.Parameter):
-            factor = self.mesh.cp.size
-        return x if factor == 1 else share(scale_gradient(x, 1 / factor), self.mesh.cp)
+        if self.losses is not None:
+            x = self.losses.of_input(x, parts=self.mesh.cp.size)
+        else:
+            is_averaged = not x.is_leaf or isinstance(x, nn.Parameter)
+            x = scale_gradient(x, 1 / (self.dp.size if has_factor and not is_averaged else self.mesh.cp.size))
+        return share(x, self.mesh.cp)
 
     def _compare(
         self, guard: Guard, module: nn.Module, inputs: dict[str, object], device: torch.device, *, trains: bool

@@ -163,11 +163,6 @@ class WritesPerPiece:
         self._error: PlanError | None = None
 
     @property
-    def has_error(self) -> bool:
-        """Whether this rank has found an error in the current call, which ``finish`` will raise."""
-        return self._error is not None
-
-    @property
     def _is_early(self) -> bool:
         return self._calls <= _FIRST
 

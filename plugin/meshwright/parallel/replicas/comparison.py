@@ -77,7 +77,7 @@ class ReplicaComparison:
         self.tie = Axis("tie")  # the pipeline's ranks that hold one tied weight on two stages; set by the pipeline
         self.draws = draws
         self._tensors = tensors
-        self.losses = LossGradients()
+        self.losses = LossGradients(model, mesh.dp.size)
         self.hooks: GradientHooks | None = None  # the program's hooks on the gradients, which all ranks run together
         self._named = list(named)
         self._optimizer: Optimizer | None = None
