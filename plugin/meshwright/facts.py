@@ -6,6 +6,9 @@ Whoever decides about a model asks its facts, and does not walk over the model a
       .modules, .names, .parameters    by name, and the first name of each module
       .inside(module)                  a module and all that is in it: a slice of the walk
     layer_stack(facts), ...            what a room finds in them, once, if it is marked by @fact
+
+A plan replaces no module, so what it installs reads the same facts. Parameters are read from the modules each time:
+facts that held them would keep whole weights alive.
 """
 
 from __future__ import annotations

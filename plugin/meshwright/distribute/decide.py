@@ -1,4 +1,8 @@
-"""Decides what a plan does to one model: its weights over tp, its layers over pp, its tokens over cp, or a refusal."""
+"""Decides what a plan does to one model: its weights over tp, its layers over pp, its tokens over cp, or a refusal.
+
+A decision follows from facts, plan and options, without a process group and without a change of anything, so a refusal
+comes before the ranks meet. The traces and the fake ranks carry out the same decision.
+"""
 
 from __future__ import annotations
 

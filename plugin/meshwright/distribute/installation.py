@@ -1,6 +1,10 @@
 """Carries out what was decided about one model: gives it this rank's weights, and installs each part of the plan.
 
 ``copy.deepcopy`` copies a distributed model with what is installed: the copy has its own weights, under the same plan.
+
+``FEATURES`` has the functions of ``features/`` that add the parts of a plan, each with those that must come before it,
+since their hooks run in this order. What a part leaves on the model, such as its loss or its region, is found by its
+class (``Runtime.features``) and copied with the model, so a new part needs no field in the runtime.
 """
 
 from __future__ import annotations
