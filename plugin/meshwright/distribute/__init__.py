@@ -6,7 +6,8 @@ that refer to parameters stay valid. Forward hooks and steps of methods are adde
 
     to_distributed.py    the call, step by step
     check_arguments.py   what is passed, how many processes were launched, whether all ranks have the same plan
-    decide.py            facts, plan and options make a Decision, or are refused
+    decide.py            facts, plan and options make a Decision, or are refused: by the rows of each part of a plan
+                         (``Feature.refusals``), which docs/support.md prints
     quantised.py         quantised and float8 layers that a plan cannot cut
     rehearse.py          tries what the program brought, and leaves whole what tp does not compute alike
     installation.py      FEATURES, the parts of a plan in their order; how a distributed model is copied
