@@ -33,7 +33,7 @@ from meshwright.mesh.process_mesh import ProcessMesh
 from meshwright.optim.gradients import Gradients
 from meshwright.optim.runtime import Runtime, attach, device_of, find_runtime, runtime_of
 from meshwright.parallel.autograd_graph import tensors_in, unused_parameters
-from meshwright.parallel.batch.mixed_rows import refused_option
+from meshwright.parallel.batch.mixed_rows import EMBEDDING, SET_OFF, refused_option
 from meshwright.parallel.foreign_hooks import wrapper_of
 from meshwright.parallel.gradients.buckets import Bucket, group_parameters, make_buckets
 from meshwright.parallel.gradients.gradient_hooks import GradientHooks
@@ -334,8 +334,8 @@ def _problem_of_model(model: nn.Module) -> str | None:
     for name, module in model.named_modules():
         if wrapper := wrapper_of(module):
             return f"{name or 'the model'} is wrapped by {wrapper} already; pass the plain module"
-    if option := refused_option(model):
-        return option
+    if found := refused_option(model):
+        return f"{EMBEDDING}. {SET_OFF}".format(**found)
     if layer := next((name for name, _ in float8_layers(model)), None):
         return f"{layer} is a float8 layer, whose scale is of the tokens of all ranks; use mw.to_distributed(model)"
     if find_runtime(model) is not None:

@@ -1,4 +1,8 @@
-"""The errors for users. A ``ValueError`` says what to change; a ``RuntimeError`` says what went wrong between ranks."""
+"""The errors for users. A ``ValueError`` says what to change; a ``RuntimeError`` says what went wrong between ranks.
+
+Errors in arguments are subclasses of ``ValueError``, which every rank raises before anything is changed. Failures
+between ranks at run time are ``RuntimeError``s.
+"""
 
 from __future__ import annotations
 

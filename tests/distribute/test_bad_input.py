@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable
 from typing import Any
@@ -12,8 +13,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import meshwright as mw
-from meshwright.facts import Facts
-from meshwright.parallel.batch.mixed_rows import check_embeddings
+from meshwright.distribute.installation import REFUSALS
+from meshwright.features.decision import refuse, table
+from meshwright.features.passes import SPLIT_ROWS
+from support.calls import call_of
+from support.docs_blocks import ROOT
 from support.models import build
 from support.reference import make_optimizer
 
@@ -262,10 +266,28 @@ def test_an_embedding_whose_gradient_depends_on_the_split(option: str, kind: typ
     splits += [{"dp": 2, "tp": 2}, {"dp": 2, "cp": 2}, {"gradient_accumulation_steps": 2}, {"pp": 2}]
     for plan in splits:
         with pytest.raises(mw.PlanError, match=rf"model.0 is an {kind.__name__} with {option}=True.*{option} = False"):
-            check_embeddings(Facts(with_embedding(option, kind)), mw.ParallelPlan(**plan), None)
+            refuse(call_of(with_embedding(option, kind), **plan), SPLIT_ROWS)
     model = with_embedding(option, kind)
-    check_embeddings(Facts(model), mw.ParallelPlan(), None)
-    check_embeddings(Facts(model.requires_grad_(False)), mw.ParallelPlan(dp=2), None)
+    refuse(call_of(model), SPLIT_ROWS)
+    refuse(call_of(model.requires_grad_(False), dp=2), SPLIT_ROWS)
+
+
+def test_all_refusals_of_a_call_are_raised_together() -> None:
+    """Each with its cure, in the order of the parts of a plan; an error that is the only one keeps its class."""
+    model = with_embedding("sparse")
+    with pytest.raises(mw.PlanError) as raised:
+        refuse(call_of(model, config={"engine": "DeepSpeed"}, pp=2, cp=2), REFUSALS)
+    head, *lines = str(raised.value).splitlines()
+    assert head == "3 things keep the plan dp1 cp2 pp2 zero0 from this call:"
+    assert [re.findall(r"(?<= )use .p=1", line) for line in lines] == [[f"use {axis}=1"] for axis in ("pp", "cp", "pp")]
+    assert [line[:2] for line in lines] == ["1.", "2.", "3."] and "is not known" in lines[2]
+    call = call_of(model.requires_grad_(False), dp=2, zero_stage=1)
+    with pytest.raises(mw.OptimizerMismatchError, match="LBFGS"):
+        refuse(dataclasses.replace(call, optimizer=torch.optim.LBFGS(model.parameters())), REFUSALS)
+
+
+def test_the_refusals_are_in_the_docs() -> None:
+    assert "\n".join(table(REFUSALS)) in (ROOT / "docs/support.md").read_text()
 
 
 def run_case(name: str) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import builtins
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -54,3 +56,22 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_a_dead_link_is_found() -> None:
     text = "[a](docs/nowhere.md), [b](docs/design.md#nothing), [c](docs/design.md#glossary), [d](https://a.org/b)"
     assert dead_links(ROOT / "README.md", text) == ["docs/nowhere.md", "docs/design.md#nothing"]
+
+
+def missing_files(text: str, folders: Iterable[Path]) -> list[str]:
+    """Return the Python files that a text names, and that are at none of these paths."""
+    named = re.findall(r"(?<![\w./-])[\w./]+\.py\b", text)
+    return [name for name in named if not any((folder / name).exists() for folder in folders)]
+
+
+def test_the_files_that_packages_and_the_design_name_exist() -> None:
+    """The docstring of a package is the index of its files, and design.md that of the packages."""
+    roots = [ROOT / "plugin/meshwright", ROOT / "integrations/meshwright_hf"]
+    folders = [path.parent for root in roots for path in root.rglob("__init__.py")]
+    for folder in folders:
+        docstring = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+        assert missing_files(docstring, [folder, *roots]) == [], folder
+    page = (ROOT / "docs/design.md").read_text()
+    assert missing_files(page, folders) == []
+    assert {*re.findall(r"`(\w+)/`", page)} <= {folder.name for folder in folders} | {"benchmarks", "conformance"}
+    assert missing_files("see nowhere.py and roles/decoder.py", roots) == ["nowhere.py"]

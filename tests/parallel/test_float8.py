@@ -14,6 +14,7 @@ import torch
 import meshwright as mw
 from meshwright.distribute.quantised import check_float8, rows_are_apart
 from meshwright.facts import Facts
+from meshwright.features.decision import Decision
 from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.mesh.axes import Mesh
 from meshwright.parallel.tensor_parallel import float8
@@ -290,10 +291,13 @@ def test_a_layer_with_a_scale_for_all_tokens_is_found() -> None:
 
 @pytest.mark.parametrize("plan", [{"dp": 3}, {"dp": 2, "cp": 3}])
 def test_scales_of_powers_of_2_need_such_a_number_of_ranks(plan: dict[str, int]) -> None:
-    config = mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan))
+    def decision(recipe: str) -> Decision:
+        facts, config = Facts(with_float8(build("llama"), recipe)), mw.ToDistributedConfig()
+        return Decision(facts=facts, plan=mw.ParallelPlan(**plan), config=config, loss=None, structure=None)
+
     with pytest.raises(mw.PlanError, match=r"times cp=\d is none.*round_scales_to_power_of_2=False"):
-        check_float8(Facts(with_float8(build("llama"), "rowwise")), mw.ParallelPlan(**plan), config, None, {})
-    check_float8(Facts(with_float8(build("llama"), "tensorwise")), mw.ParallelPlan(**plan), config, None, {})
+        check_float8(decision("rowwise"))
+    check_float8(decision("tensorwise"))
 
 
 def train_with_accelerate(plan: Plan, *, all_gather: bool) -> tuple[list[float], list[str]]:

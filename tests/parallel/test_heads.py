@@ -37,13 +37,14 @@ from transformers import (
 )
 
 import meshwright as mw
-from meshwright.distribute.check_arguments import check_plan
-from meshwright.facts import Facts
+from meshwright.features.decision import refuse
+from meshwright.features.training import LOSS
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.autograd_graph import with_loss
 from meshwright.parallel.batch.mean_over_ranks import GlobalMean
 from meshwright.parallel.losses.head_losses import LossKind, OutputLoss, find_loss
 from meshwright.parallel.losses.observed import ObservedLoss, observe_loss
+from support.calls import call_of
 from support.exact import Float64, relative_difference
 from support.logs import logged
 from support.models import SIZES, tokens
@@ -304,12 +305,12 @@ def test_a_router_loss_of_ones_own_is_refused_where_ranks_have_parts() -> None:
     """Row 17: a product of means over all tokens is no mean of what the ranks have."""
     model = switch()
     kind = LossKind(counts=lambda batch: torch.ones(1), is_observed=True)
-    check_plan(Facts(model), mw.ParallelPlan(dp=2), None, kind)
+    refuse(call_of(model, loss=kind, dp=2), LOSS)
     model.config.output_router_logits = True
-    check_plan(Facts(model), mw.ParallelPlan(tp=2), None, kind)
-    for plan in (mw.ParallelPlan(dp=2), mw.ParallelPlan(gradient_accumulation_steps=2)):
+    refuse(call_of(model, loss=kind, tp=2), LOSS)
+    for plan in ({"dp": 2}, {"gradient_accumulation_steps": 2}):
         with pytest.raises(mw.PlanError, match=r"Set model\.config\.output_router_logits = False"):
-            check_plan(Facts(model), plan, None, kind)
+            refuse(call_of(model, loss=kind, **plan), LOSS)
 
 
 class Labelled(Dataset):

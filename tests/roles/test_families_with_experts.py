@@ -20,8 +20,10 @@ from conformance.families.kept_results import KeptResults
 from conformance.families.models import model_types
 from conformance.families.page import PAGE
 from conformance.families.parity import TOLERANCE
-from meshwright.facts import Facts
-from meshwright.roles.blocks.experts import check_experts, roles_of_experts
+from meshwright.features import passes
+from meshwright.features.decision import refuse
+from meshwright.roles.blocks.experts import roles_of_experts
+from support.calls import call_of
 from support.planted_experts import FAULTS
 from support.tiers import crossing, nightly
 
@@ -113,7 +115,7 @@ def test_experts_are_found_from_the_structure(family: str) -> None:
 )
 def test_experts_of_own_code_are_not_shared(family: str, said: str) -> None:
     with pytest.raises(mw.PlanError) as raised:
-        check_experts(Facts(build(family)), ep=2, etp=1)
+        refuse(call_of(build(family), dp=2, ep=2), passes.EXPERTS)
     assert said in str(raised.value) and "Set ParallelPlan.ep to 1" in str(raised.value)
 
 

@@ -1,6 +1,8 @@
 """Tries what the program brought into the parts whose tokens cp cuts: some tokens of a row against all of them.
 
 Attention, in which tokens meet, is replaced by a function of each token, so that all else of a layer is compared.
+
+The layers with something that the program brought, the final norm and the head run; what differs is an error.
 """
 
 from __future__ import annotations

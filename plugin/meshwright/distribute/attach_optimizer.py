@@ -13,7 +13,7 @@ from meshwright.errors import AlreadyDistributedError, PlanError
 from meshwright.facts import Facts
 from meshwright.features.splits import split_batches
 from meshwright.optim.attach_gradients import install_gradient_sync
-from meshwright.optim.elementwise import check_reads, declared, whole_groups
+from meshwright.optim.elementwise import declared, whole_groups
 from meshwright.optim.runtime import Runtime
 from meshwright.optim.state_dicts import check_ownership
 from meshwright.parallel.forward.recompute import recompute_layers
@@ -96,7 +96,6 @@ def plan_to_complete(
                 "was distributed, but ZeRO stage 3 stores trained and frozen ones apart; freeze them first, or use "
                 "zero_stage=2"
             )
-        check_reads(optimizer, reads=declared(config), plan=plan)
         if plan.zero_stage > 0 and any(p.grad is not None for p in model.parameters()):
             raise PlanError(
                 f"ParallelPlan.zero_stage={plan.zero_stage} shards gradients, but the model already has some; call "

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -25,11 +21,7 @@ from meshwright.mesh.host import check_is_alone
 from meshwright.mesh.process_group import node_count, world_size
 from meshwright.model_kinds import kind_of
 from meshwright.optim.runtime import find_runtime
-from meshwright.parallel.experts.routers import OPTION
 from meshwright.parallel.foreign_hooks import wrapper_of
-from meshwright.parallel.forward.recompute import check_recompute
-from meshwright.parallel.losses.causal_lm import BatchLoss
-from meshwright.parallel.losses.head_losses import LossKind
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.plan.text import NO_SCALER
 from meshwright.roles.blocks.experts import adapted_experts, experts_of_own_code, routed_modules
@@ -195,112 +187,6 @@ def _check_loader(loader: object) -> None:
         raise PlanError(
             f"{must}, but it is a {kind.__name__}; pass it to a loader: DataLoader(dataset, batch_sampler=...)"
         )
-
-
-def check_plan(facts: Facts, plan: ParallelPlan, engine: str | None, loss: LossKind | BatchLoss | None) -> None:
-    """Raise if the parts of a plan do not go with a training engine, a model's loss or its layers.
-
-    Args:
-        facts: what the model without adapters around it shows.
-        plan: the plan.
-        engine: the training engine; see ``ToDistributedConfig.engine``.
-        loss: the kind of the model's loss, or what computes it if the model is distributed already; None if it is not
-            known what it averages over.
-
-    Raises:
-        PlanError: if they do not; the message says what to write instead.
-    """
-    alone = "or train without the engine: to_distributed(model, optimizer, loader)"
-    kept_by_engine = (
-        (plan.pp > 1, f"pp={plan.pp}", f": its engine runs the backward pass of the whole model, and a pipeline runs "
-         f"its own; use pp=1, {alone}"),
-        (plan.cp > 1, f"cp={plan.cp}", f": its engine averages gradients over dp alone, and each rank of cp has those "
-         f"of its own tokens; use cp=1, {alone}"),
-        (plan.ep * plan.etp > 1, f"ep={plan.ep} and etp={plan.etp}", ", which was not compared with one device; use "
-         f"ep=1 and etp=1, {alone}"),
-        (plan.reduce_dtype, f"reduce_dtype={plan.reduce_dtype!r}", ", which reduces the gradients itself; leave it "
-         "out, and set the engine's own option (in DeepSpeed's config, communication_data_type)"),
-        (plan.offload, f"offload={plan.offload!r}", ", which keeps the optimizer itself; leave it out, and set the "
-         "engine's own option (in DeepSpeed's config, zero_optimization.offload_optimizer)"),
-    )  # fmt: skip
-    for is_on, written, why in kept_by_engine if engine is not None else ():
-        if is_on:
-            raise PlanError(f"ParallelPlan.{written} with {engine}{why}")
-    model = facts.model
-    trained = [p for p in facts.parameters.values() if p.requires_grad and p.is_floating_point()]
-    if plan.reduce_dtype and plan.zero_stage == 0 and trained and all(p.element_size() <= 2 for p in trained):
-        raise PlanError(
-            f"ParallelPlan.reduce_dtype={plan.reduce_dtype!r} saves nothing: with zero_stage=0 the gradients of "
-            f"{str(trained[0].dtype).removeprefix('torch.')} weights travel in 16 bits already; leave it out"
-        )
-    counted = "Set ToDistributedConfig(loss_averages_over='rows'), 'labels' or a callable that counts in a batch; or"
-    if plan.pp > 1 and loss is None:
-        raise PlanError(
-            f"ParallelPlan.pp={plan.pp} runs the backward pass inside the model's forward, but what the loss of "
-            f"{type(model).__name__} averages over is not known. {counted} use pp=1"
-        )
-    if plan.has_micro_batches and loss is None:
-        raise PlanError(
-            f"the plan splits the batch into micro-batches, but what the loss of {type(model).__name__} averages over "
-            f"is not known, so the losses of the micro-batches cannot be combined. {counted} set "
-            "gradient_accumulation_steps=1 and micro_batch_size=None"
-        )
-    has_parts = plan.dp * plan.cp * plan.pp > 1 or plan.has_micro_batches
-    is_wanted = getattr(getattr(model, "config", None), OPTION, False)
-    is_function = isinstance(loss, BatchLoss) or (loss is not None and loss.is_function)
-    if has_parts and is_wanted and not is_function and OPTION in inspect.signature(model.forward).parameters:
-        raise PlanError(
-            f"model.config.{OPTION}=True: {type(model).__name__} adds a load-balancing loss to its loss, which is a "
-            "product of means over all tokens of the batch, and computes it from the tokens that it has. Set "
-            f"model.config.{OPTION} = False, or use dp=1, cp=1 and pp=1 without micro-batches"
-        )
-    if plan.recompute == "full":
-        check_recompute(model, plan.recomputed_layers)
-    if plan.weight_axes or plan.zero_stage:
-        _check_memory(facts)
-
-
-def _check_memory(facts: Facts) -> None:
-    """Raise if two parameters are views of the same elements, which a rank's own memory of each would take apart."""
-    storages: dict[int, list[tuple[str, nn.Parameter]]] = {}
-    firsts = {x: name for name, x in reversed(facts.parameters.items())}
-    for x, name in reversed(firsts.items()):
-        if type(x) is nn.Parameter and x.numel() and not x.is_meta and x.layout is torch.strided:
-            storages.setdefault(x.untyped_storage()._cdata, []).append((name, x))
-    for views in storages.values():
-        for one, other in _overlapping(views):
-            raise PlanError(
-                f"{one} and {other} are two parameters of one memory, of which a step on one device changes both "
-                "by the gradient of each, and the plan gives each a memory of its own. Make them one parameter, "
-                "a.weight = b.weight, or two, b.weight.data = b.weight.data.clone(); or use ParallelPlan(dp=...) alone"
-            )
-
-
-def _overlapping(views: Sequence[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, str]]:
-    """Yield the names of two parameters of one storage that have an element in common, unless both are frozen."""
-    extents = [_extent(x) for _, x in views]
-    order = sorted(range(len(views)), key=extents.__getitem__)
-    for place, first in enumerate(order):
-        for second in order[place + 1 :]:
-            if extents[second][0] >= extents[first][1]:
-                break  # nor does a later one reach into the first
-            (one, x), (other, y) = views[min(first, second)], views[max(first, second)]
-            memory = np.empty(max(extents[first][1], extents[second][1]), np.uint8)  # never written, so it takes none
-            if (x.requires_grad or y.requires_grad) and np.shares_memory(_bytes(x, memory), _bytes(y, memory)):
-                yield one, other
-
-
-def _bytes(x: Tensor, memory: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return the bytes that a tensor has of a storage, as a view of a memory like it: views may interleave."""
-    size = x.element_size()
-    strides = (*(n * size for n in x.stride()), 1)
-    return np.lib.stride_tricks.as_strided(memory[x.storage_offset() * size :], (*x.shape, size), strides)
-
-
-def _extent(x: Tensor) -> tuple[int, int]:
-    """Return the first byte of a tensor in its storage, and the end of the last."""
-    start, last = int(x.storage_offset()), sum((size - 1) * n for size, n in zip(x.shape, x.stride(), strict=True))
-    return start * x.element_size(), (start + last + 1) * x.element_size()
 
 
 def check_devices(device_num: int | None, node_num: int | None) -> None:

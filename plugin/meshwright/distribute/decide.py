@@ -1,4 +1,8 @@
-"""Decides what a plan does to one model: its weights over tp, its layers over pp, its tokens over cp, or a refusal."""
+"""Decides what a plan does to one model: its weights over tp, its layers over pp, its tokens over cp, or a refusal.
+
+A decision follows from facts, plan and options, without a process group and without a change of anything, so a refusal
+comes before the ranks meet. The traces and the fake ranks carry out the same decision.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +17,15 @@ from torch.optim import Optimizer
 from meshwright.context.check_method import check_method
 from meshwright.context.record import LENGTHS, ContextRecord, check_token_wise, record_context
 from meshwright.context.recorded_pass import ROWS, SOURCE, ContextWatcher
-from meshwright.distribute.check_arguments import check_plan, explained
-from meshwright.distribute.quantised import check_float8, check_quantised
+from meshwright.distribute.check_arguments import explained
+from meshwright.distribute.installation import REFUSALS
 from meshwright.errors import PlanError
 from meshwright.facts import Facts
 from meshwright.faults.guard import Guard
-from meshwright.features.decision import Build, Decision
+from meshwright.features.decision import Build, Call, Decision, refuse
+from meshwright.features.passes import EXPERTS
 from meshwright.mesh.axes import Mesh
-from meshwright.optim.elementwise import check_reads, declared
 from meshwright.optim.runtime import Runtime
-from meshwright.parallel.batch.mixed_rows import check_embeddings, check_mixed_rows
-from meshwright.parallel.experts.token_dispatchers import check_dispatcher
-from meshwright.parallel.forward.compiled_layers import check_compile_options, layers_of, why_not_compiled
 from meshwright.parallel.losses.head_losses import LossKind, find_loss
 from meshwright.parallel.tensor_parallel.shared_tower import shares_towers
 from meshwright.parallel.tensor_parallel.structure import DecoderStructure, describe, outline
@@ -32,9 +33,9 @@ from meshwright.pipeline.cut import Cut, cut_decoder
 from meshwright.pipeline.layer_order import OrderWatcher
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.roles import Decoder, ShardingPlan, plan_for
-from meshwright.roles.adapters import check_methods, decoder_of
+from meshwright.roles.adapters import decoder_of
 from meshwright.roles.blocks import mixers_of
-from meshwright.roles.blocks.experts import check_adapted_experts, check_experts, is_experts
+from meshwright.roles.blocks.experts import is_experts
 
 
 def decide(
@@ -59,21 +60,10 @@ def decide(
     Raises:
         PlanError: if this version cannot run the plan with the model, the optimizer and the options.
     """
-    of_decoder = decoder_of(facts)
-    if optimizer is not None:
-        check_reads(optimizer, reads=declared(config), plan=plan)
-    check_embeddings(facts, plan, config.engine)
-    check_mixed_rows(facts, plan)
-    check_methods(facts.model, plan.cut_axes, has_micro_batches=plan.has_micro_batches)
-    check_quantised(facts, plan, device)
-    check_plan(of_decoder, plan, config.engine, loss)
+    call = Call(facts=facts, plan=plan, config=config, loss=loss, optimizer=optimizer, device=device)
+    refuse(call, REFUSALS)
     decision = cut(facts, plan, config, loss=loss)
-    if config.compile is not None:
-        check_compile_options(config.compile_options or {}, has_collectives=plan.tp > 1)
-        layers = layers_of(of_decoder.model, decision.structure)
-        if (reason := why_not_compiled(layers, plan, config.engine)) is not None:
-            raise PlanError(reason)
-    check_float8(of_decoder, plan, config, decision.structure, decision.mixers)
+    refuse(decision, REFUSALS)
     return decision
 
 
@@ -94,9 +84,7 @@ def structure_of(
         PlanError: if the plan cannot cut the decoder.
     """
     facts = Facts.of(model)
-    check_experts(facts, ep=plan.ep, etp=plan.etp)
-    check_adapted_experts(facts, ep=plan.ep, etp=plan.etp, zero_stage=plan.zero_stage)
-    check_dispatcher(config.token_dispatcher, plan.ep)
+    refuse(Call(facts=facts, plan=plan, config=config), EXPERTS)
     axes = [axis for axis, size in plan.sizes_beside_dp.items() if size > 1]
     if not axes:
         return None

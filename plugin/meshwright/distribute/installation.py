@@ -1,11 +1,16 @@
 """Carries out what was decided about one model: gives it this rank's weights, and installs each part of the plan.
 
 ``copy.deepcopy`` copies a distributed model with what is installed: the copy has its own weights, under the same plan.
+
+``FEATURES`` has the functions of ``features/`` that add the parts of a plan, each with those that must come before it,
+since their hooks run in this order. What a part leaves on the model, such as its loss or its region, is found by its
+class (``Runtime.features``) and copied with the model, so a new part needs no field in the runtime.
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -15,10 +20,11 @@ from torch.optim import Optimizer
 
 from meshwright.checkpoint.one_device.save_pretrained import export_with_full_weights
 from meshwright.construct.initial_weights import NewTensors
+from meshwright.distribute.quantised import check_float8, check_quantised
 from meshwright.errors import AlreadyDistributedError, PlanError, UnreadableTensorError
 from meshwright.faults.together import succeed_together
 from meshwright.features import passes, splits, training
-from meshwright.features.decision import Build
+from meshwright.features.decision import Build, Refusal
 from meshwright.layout.packed_weights import packed_modules
 from meshwright.optim.attach_gradients import install_gradient_sync
 from meshwright.optim.runtime import Runtime, attach
@@ -29,7 +35,7 @@ from meshwright.parallel.draws.device_draws import DeviceDraws
 from meshwright.parallel.dropout_streams import DropoutStreams
 from meshwright.parallel.shards.stand_in import reading_shards
 from meshwright.parallel.tensor_parallel.apply import guard_shards, share_partial_gradients
-from meshwright.roles.adapters import close_changes
+from meshwright.roles.adapters import check_methods, close_changes
 
 Make = Callable[..., NewTensors]
 
@@ -42,36 +48,60 @@ class Feature:
         install: a function that adds the part to a model if the plan has it.
         after: the parts that must be there before, since this one finds what they installed, or its hooks must lie
             outside of theirs.
+        refusals: the rows by which a call is refused that the part cannot serve.
     """
 
     install: Callable[[Build], None]
     after: tuple[Callable[[Build], None], ...] = ()
+    refusals: tuple[Refusal, ...] = ()
 
+
+_ADAPTERS = Refusal.by(
+    "any plan", check_methods, lambda call: (call.model, call.plan.cut_axes, call.plan.has_micro_batches),
+    "Use ParallelPlan(dp=..., zero_stage=...) alone, or a LoraConfig",
+)  # fmt: skip
+_QUANTISED = Refusal.by(
+    "any plan", check_quantised, lambda call: (call.facts, call.plan, call.device),
+    "Load the model with BitsAndBytesConfig(load_in_4bit=True), or without quantization_config",
+)  # fmt: skip
+_FLOAT8 = Refusal.by(
+    "any plan",
+    check_float8,
+    lambda decision: (decision,),
+    "Keep the layer in 16 bits, or train in bf16",
+    after_cut=True,
+)
 
 # The order in which the parts are installed, and so in which their hooks run.
 FEATURES = (
-    Feature(training.hold_shards),
+    Feature(training.hold_shards, refusals=(*training.STEPS, *training.MEMORY, _QUANTISED)),
     Feature(passes.compare_replicas),
-    Feature(passes.watch_passes, after=(training.hold_shards, passes.compare_replicas)),
-    Feature(passes.scale_float8, after=(training.hold_shards, passes.watch_passes)),
-    Feature(passes.cut_blocks, after=(passes.watch_passes, passes.scale_float8)),
-    Feature(passes.spread_experts, after=(training.hold_shards,)),
+    Feature(passes.watch_passes, (training.hold_shards, passes.compare_replicas), passes.SPLIT_ROWS),
+    Feature(passes.scale_float8, (training.hold_shards, passes.watch_passes), (_FLOAT8,)),
+    Feature(passes.cut_blocks, (passes.watch_passes, passes.scale_float8), (_ADAPTERS,)),
+    Feature(passes.spread_experts, (training.hold_shards,), passes.EXPERTS),
     Feature(splits.separate_documents),
-    Feature(splits.part_tokens, after=(passes.cut_blocks, splits.separate_documents)),
+    Feature(splits.part_tokens, (passes.cut_blocks, splits.separate_documents)),
     Feature(splits.check_positions),
     Feature(splits.watch_wrappers),
-    Feature(splits.part_features, after=(passes.cut_blocks, splits.part_tokens)),
-    Feature(splits.share_towers, after=(passes.watch_passes,)),
-    Feature(passes.count_experts, after=(passes.spread_experts, splits.part_tokens)),
-    Feature(training.synchronise_gradients, after=(training.hold_shards, passes.compare_replicas)),
-    Feature(training.average_loss, after=(splits.part_tokens, training.synchronise_gradients)),
-    Feature(splits.run_in_parts, after=(training.average_loss,)),
-    Feature(passes.generate_alike, after=(passes.scale_float8,)),
-    Feature(training.recompute),
-    Feature(training.replay, after=(training.recompute, passes.spread_experts, splits.separate_documents)),
-    Feature(training.defer_logits, after=(passes.cut_blocks,)),
-    Feature(training.compile_layers, after=(passes.cut_blocks,)),
+    Feature(splits.part_features, (passes.cut_blocks, splits.part_tokens)),
+    Feature(splits.share_towers, (passes.watch_passes,)),
+    Feature(passes.count_experts, (passes.spread_experts, splits.part_tokens)),
+    Feature(training.synchronise_gradients, (training.hold_shards, passes.compare_replicas), training.GRADIENTS),
+    Feature(training.average_loss, (splits.part_tokens, training.synchronise_gradients), training.LOSS),
+    Feature(splits.run_in_parts, (training.average_loss,), splits.PARTS),
+    Feature(passes.generate_alike, (passes.scale_float8,)),
+    Feature(training.recompute, refusals=training.RECOMPUTE),
+    Feature(training.replay, (training.recompute, passes.spread_experts, splits.separate_documents)),
+    Feature(training.defer_logits, (passes.cut_blocks,)),
+    Feature(training.compile_layers, (passes.cut_blocks,), (*training.COMPILE, *passes.UNCOMPILABLE)),
 )
+REFUSALS = tuple(row for feature in FEATURES for row in feature.refusals)
+# Those that hold for an optimizer or a loader that a distributed model gets later.
+REFUSALS_LATER = (
+    *training.STEPS, *training.MEMORY, *passes.SPLIT_ROWS, *training.GRADIENTS, *splits.PARTS, *training.LOSS,
+    *training.RECOMPUTE,
+)  # fmt: skip
 
 
 def distribute(build: Build, optimizer: Optimizer | None, make: Make, *, seed: int) -> None:
@@ -135,7 +165,7 @@ def install(build: Build, optimizer: Optimizer | None, *, seed: int) -> None:
         optimizer: the optimizer over the model's parameters, if the call has one.
         seed: the seed of the dropout streams, the same on all ranks.
     """
-    build = build.with_optimizer(optimizer)
+    build = dataclasses.replace(build, optimizer=optimizer)
     build.runtime.features.add(BatchFormat.of(getattr(build.decoder, "config", None), build.config.batch_dims))
     streams = build.runtime.features.add(DropoutStreams(mesh=build.runtime.mesh, seed=seed))
     build.runtime.features.add(

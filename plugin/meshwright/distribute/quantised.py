@@ -18,11 +18,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from meshwright.errors import PlanError
 from meshwright.facts import Facts
+from meshwright.features.decision import Decision
 from meshwright.layout.packed_weights import packed_modules
 from meshwright.parallel.tensor_parallel.float8 import float8_layers
 from meshwright.parallel.tensor_parallel.structure import DecoderStructure
-from meshwright.plan.config import ParallelPlan, ToDistributedConfig
-from meshwright.roles import Decoder
+from meshwright.plan.config import ParallelPlan
 from meshwright.roles.blocks.experts import routed_modules
 from meshwright.roles.decoder import ask, modules_left_out
 
@@ -219,25 +219,16 @@ _MULTIPLE = 16  # of both widths of a weight, for torch._scaled_mm
 _LIBRARY = "torchao"
 
 
-def check_float8(
-    facts: Facts,
-    plan: ParallelPlan,
-    config: ToDistributedConfig,
-    structure: Decoder | None,
-    mixers: Mapping[str, nn.Module],
-) -> None:
+def check_float8(decision: Decision) -> None:
     """Raise if a layer of low precision would not compute what it computes on one device.
 
     Args:
-        facts: what the model without adapters around it shows.
-        plan: the plan.
-        config: the options of the call.
-        structure: how the plan cuts the decoder; None if the plan does not cut it.
-        mixers: the modules of the layers with recurrences or convolutions over tokens, by name.
+        decision: what the plan does to the model.
 
     Raises:
         PlanError: if there is such a layer; the message names it and the cure.
     """
+    facts, plan, config, structure = decision.of_decoder, decision.plan, decision.config, decision.structure
     if plan.dims.world_size == 1:
         return
     _check_kinds(facts, plan)
@@ -273,7 +264,7 @@ def check_float8(
             )
     for name, module, _ in routed_modules(facts):
         _keep_out(layers, {module}, name, "not every rank has tokens for each expert")
-    for name, module in mixers.items():
+    for name, module in decision.mixers.items():
         _keep_out(layers, {module}, name, "its documents run as rows with padding between them")
     beside = modules_left_out(facts, structure)
     _keep_out(layers, beside, "a tower", "only ranks whose rows have images or sound run it")

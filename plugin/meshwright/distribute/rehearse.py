@@ -3,6 +3,11 @@
 The project's tests show that tp computes the libraries' families exactly. Nothing shows this of a class, a function or
 a combination of the program's own (:mod:`meshwright.roles.brought`). So before any weight is cut, one part of each kind
 runs on a few random tokens, forward and backward, whole and cut over the ranks (:mod:`meshwright.parallel.rehearsal`).
+
+The weights are random, in float64. What differs in an output or a gradient by more than roundings of float32 stays
+whole; a layer that itself mixes tokens under sp, and what holds experts, is an error. Parameters, buffers, hooks and
+random states are as before the trial. The program's hooks do not run in it, since they may count calls: under tp they
+get whole values by construction (``parallel/forward/user_hooks.py``), and a block with hooks inside stays whole.
 """
 
 from __future__ import annotations

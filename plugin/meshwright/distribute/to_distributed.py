@@ -32,10 +32,9 @@ from meshwright.distribute.check_arguments import (
     check_devices,
     check_launch,
     check_model,
-    check_plan,
 )
 from meshwright.distribute.decide import decide
-from meshwright.distribute.installation import distribute
+from meshwright.distribute.installation import REFUSALS_LATER, distribute
 from meshwright.distribute.meeting import Statement, meet
 from meshwright.distribute.quantised import finish_loading
 from meshwright.distribute.rehearse import rehearsed
@@ -44,7 +43,7 @@ from meshwright.facts import Facts
 from meshwright.faults.collective_log import set_timeouts
 from meshwright.faults.equal_errors import say_equal_texts_once
 from meshwright.faults.guard import Guard, start_guard
-from meshwright.features.decision import Build, Decision
+from meshwright.features.decision import Build, Call, Decision, refuse
 from meshwright.mesh.axes import Mesh
 from meshwright.mesh.host import check_device_num, warn_of_unused_gpus
 from meshwright.mesh.process_group import device_for, start_process_group
@@ -54,7 +53,6 @@ from meshwright.optim.runtime import Runtime, Watch, WholeLogits, device_of, fin
 from meshwright.optim.state_dicts import check_ownership
 from meshwright.parallel.batch.flash_rows import flash_function, flash_implementation
 from meshwright.parallel.batch.items import BatchFormat
-from meshwright.parallel.batch.mixed_rows import check_embeddings, check_mixed_rows
 from meshwright.parallel.losses.causal_lm import BatchLoss, CausalLMLoss
 from meshwright.parallel.losses.head_losses import find_loss
 from meshwright.parallel.tensor_parallel.float8 import plain_weights
@@ -354,10 +352,8 @@ def _complete(
     runtime.check_own("to_distributed", "pass the optimizer and the loader to its own initialize, with a new model")
     model = facts.model
     plan = plan_to_complete(runtime, model, optimizer, config)
-    check_embeddings(facts, plan, runtime.engine)
-    check_mixed_rows(facts, plan)
     loss = runtime.features.find(BatchLoss)
-    check_plan(decoder_of(facts), plan, None, loss)
+    refuse(Call(facts=facts, plan=plan, config=config, loss=loss, optimizer=optimizer), REFUSALS_LATER)
     loader = None
     if dataloader is not None:
         format = runtime.features.get(BatchFormat)

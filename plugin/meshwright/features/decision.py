@@ -1,9 +1,13 @@
-"""A decision about one model, which follows from its facts, a plan and the options, and its build."""
+"""A decision about one model, which follows from its facts, a plan and the options; its build; and what refuses it.
+
+All refusals of a call are raised together; ``Feature.refusals`` has the rows of each part of a plan.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import string
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,11 +16,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from meshwright.context.record import ContextRecord
+from meshwright.errors import OptimizerMismatchError, PlanError
 from meshwright.facts import Facts
 from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel.forward.coupled_rows import has_stock_loss
-from meshwright.parallel.losses.causal_lm import calls_cross_entropy
+from meshwright.parallel.losses.causal_lm import BatchLoss, calls_cross_entropy
 from meshwright.parallel.losses.head_losses import LossKind
 from meshwright.parallel.tensor_parallel.structure import DecoderStructure
 from meshwright.pipeline.cut import Cut, with_stages
@@ -28,32 +33,24 @@ from meshwright.roles.decoder import all_towers, modules_apart, modules_left_out
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decision:
-    """What a plan does to one model. It changes nothing, and needs no other rank.
+class Call:
+    """What a call of ``to_distributed`` asks for.
 
     Args:
         facts: what the user's model shows, with adapters and other wrappers around its decoder.
         plan: the plan to carry out.
         config: the options of the call.
-        loss: what the model's loss averages over; None if unknown.
-        structure: how the plan cuts the decoder; None if the plan does not cut it.
-        mixers: the modules of the layers with recurrences or convolutions over tokens, by name.
-        cut: which layers and weights this rank's pipeline stages hold; None without a pipeline.
-        context: what the layers and attentions of the decoder are given; None without context parallelism.
+        loss: what the model's loss averages over, or what computes it if the model is distributed; None if unknown.
+        optimizer: the optimizer over the model's parameters, if the call has one.
+        device: the device on which the model will run; None if that is not known yet.
     """
 
     facts: Facts
     plan: ParallelPlan
     config: ToDistributedConfig
-    loss: LossKind | None
-    structure: Decoder | None
-    mixers: Mapping[str, nn.Module] = field(default_factory=dict)
-    cut: Cut | None = None
-    context: ContextRecord | None = None
-
-    def of_rank(self, rank: int) -> Decision:
-        """Return the same for another rank of pp."""
-        return self if self.cut is None else dataclasses.replace(self, cut=dataclasses.replace(self.cut, rank=rank))
+    loss: LossKind | BatchLoss | None = None
+    optimizer: Optimizer | None = None
+    device: torch.device | None = None
 
     @property
     def model(self) -> Any:
@@ -69,6 +66,29 @@ class Decision:
     def decoder(self) -> Any:
         """The model inside of adapters and other wrappers."""
         return self.of_decoder.model
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision(Call):
+    """What a plan does to one model. It changes nothing, and needs no other rank.
+
+    Args:
+        loss: what the model's loss averages over; None if unknown.
+        structure: how the plan cuts the decoder; None if the plan does not cut it.
+        mixers: the modules of the layers with recurrences or convolutions over tokens, by name.
+        cut: which layers and weights this rank's pipeline stages hold; None without a pipeline.
+        context: what the layers and attentions of the decoder are given; None without context parallelism.
+    """
+
+    loss: LossKind | None
+    structure: Decoder | None
+    mixers: Mapping[str, nn.Module] = field(default_factory=dict)
+    cut: Cut | None = None
+    context: ContextRecord | None = None
+
+    def of_rank(self, rank: int) -> Decision:
+        """Return the same for another rank of pp."""
+        return self if self.cut is None else dataclasses.replace(self, cut=dataclasses.replace(self.cut, rank=rank))
 
     @property
     def owners(self) -> list[nn.Module]:
@@ -181,20 +201,103 @@ class Build(Decision):
     Args:
         runtime: the state that the model will carry; it holds this rank's axes.
         device: the device of this rank's weights.
-        optimizer: the optimizer over the model's parameters, if the call has one.
         wholes: for the modules that tp lets read the sizes of a rank's part: what they had read of the whole.
     """
 
     runtime: Runtime
     device: torch.device
-    optimizer: Optimizer | None = None
     wholes: dict[nn.Module, dict[str, Any]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, decision: Decision, runtime: Runtime, device: torch.device) -> Build:
         """Return a decision for this rank of pp, with the objects that carry it out."""
-        return cls(**vars(decision.of_rank(runtime.mesh.pp.rank)), runtime=runtime, device=device)
+        return cls(**{**vars(decision.of_rank(runtime.mesh.pp.rank)), "runtime": runtime, "device": device})
 
-    def with_optimizer(self, optimizer: Optimizer | None) -> Build:
-        """Return the same for a call with an optimizer."""
-        return dataclasses.replace(self, optimizer=optimizer)
+
+Read = Callable[[Any], tuple[Any, ...]]
+
+# What of a call a refusal belongs to, in the words of docs/support.md.
+UNDER: dict[str, Callable[[Call], object]] = {
+    "any plan": lambda call: True,
+    "pp": lambda call: call.plan.pp > 1,
+    "ep, etp": lambda call: call.plan.ep * call.plan.etp > 1,
+    "micro-batches": lambda call: call.plan.has_micro_batches,
+    "recompute": lambda call: call.plan.recompute == "full",
+    "cut weights, ZeRO": lambda call: call.plan.weight_axes or call.plan.zero_stage,
+    "an engine": lambda call: call.config.engine is not None,
+    "compile": lambda call: call.config.compile is not None,
+    "an optimizer": lambda call: call.optimizer is not None,
+}
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A row by which a call is refused; docs/support.md prints the rows.
+
+    Args:
+        under: the key of ``UNDER`` for which the row holds.
+        when: a function of the call, or of its decision, that finds what is refused. It returns the values of the
+            fields in the texts beyond those that every call has, True if there are none, or nothing if all is well. It
+            may raise the error itself, in more words than the row has.
+        says: what is wrong, and why it matters; with fields in braces, as for ``str.format``.
+        cure: what to write instead, as a sentence, or in lower case after a semicolon.
+        after_cut: whether the row needs a decision.
+    """
+
+    under: str
+    when: Callable[[Any], object]
+    says: str
+    cure: str
+    after_cut: bool = False
+
+    @classmethod
+    def by(cls, under: str, check: Callable[..., object], read: Read, cure: str, after_cut: bool = False) -> Refusal:
+        """Return the row of a check that raises errors of its own, whose docstring begins with "Raise if"."""
+        says = (check.__doc__ or "").partition("\n")[0].removeprefix("Raise if ").removesuffix(".")
+        return cls(under, lambda call: check(*read(call)), says, cure, after_cut)
+
+    def reason(self, call: Call) -> str | None:
+        """Return the message, whatever the row is under; None if the call is not refused."""
+        if not (found := self.when(call)):
+            return None
+        own = {"plan": call.plan.label, "model": type(call.decoder).__name__, "engine": call.config.engine}
+        fields = {**vars(call.plan), **own, **(found if isinstance(found, Mapping) else {})}
+        stop = ";" if self.cure[0].islower() else "."
+        return f"{self.says}{stop} {self.cure}".format(**fields)
+
+    def error(self, call: Call) -> ValueError | None:
+        """Return the error with which the row refuses a call; None if it does not."""
+        try:
+            reason = self.reason(call) if UNDER[self.under](call) else None
+        except (PlanError, OptimizerMismatchError) as error:
+            return error
+        return None if reason is None else PlanError(reason)
+
+
+def refuse(call: Call, rows: Iterable[Refusal]) -> None:
+    """Raise one error with all that the rows refuse of a call.
+
+    Args:
+        call: the call, or its decision.
+        rows: the rows; of a decision those that need one are used, and otherwise the others.
+
+    Raises:
+        PlanError: if a row refuses the call; an error that is the only one keeps its class.
+    """
+    is_cut = isinstance(call, Decision)
+    errors = [error for row in rows if row.after_cut == is_cut and (error := row.error(call)) is not None]
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        lines = "\n".join(f"{number}. {error}" for number, error in enumerate(errors, 1))
+        raise PlanError(f"{len(errors)} things keep the plan {call.plan.label} from this call:\n{lines}")
+
+
+def table(rows: Iterable[Refusal]) -> Iterator[str]:
+    """Yield the rows of the table in docs/support.md, with the names of fields in capitals."""
+    yield "| under | refused | instead |"
+    yield "|---|---|---|"
+    for row in rows:
+        texts = (string.Formatter().parse(text) for text in (row.says, row.cure))
+        says, cure = ("".join(literal + (name or "").upper() for literal, name, *_ in parts) for parts in texts)
+        yield f"| {row.under} | {says} | {cure} |"

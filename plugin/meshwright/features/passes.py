@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
 from meshwright.compiling import leave_out_of_graphs
 from meshwright.context.region import ContextRegion
-from meshwright.features.decision import Build
+from meshwright.features.decision import Build, Call, Refusal
 from meshwright.parallel.batch.document_rows import keep_documents_apart
 from meshwright.parallel.batch.items import BatchFormat
 from meshwright.parallel.batch.longest_position import LongestPosition
-from meshwright.parallel.batch.mixed_rows import BatchStatistics
+from meshwright.parallel.batch.mixed_rows import EMBEDDING, SET_OFF, BatchStatistics, mixed_rows, split_embedding
 from meshwright.parallel.experts.load_balancing import ExpertCounts
 from meshwright.parallel.experts.slices import OutputBiasOnce, SlicedExperts
-from meshwright.parallel.experts.token_dispatchers import ExpertDispatch
-from meshwright.parallel.forward.compiled_layers import CompilableLayers, layers_of, why_not_compiled
+from meshwright.parallel.experts.token_dispatchers import ExpertDispatch, dispatchers
+from meshwright.parallel.forward.compiled_layers import CompilableLayers, layers_of
 from meshwright.parallel.forward.refused_arguments import GenerateTogether
 from meshwright.parallel.forward.state import EnteredForward, ForwardState
 from meshwright.parallel.forward.uneven_batches import UnevenBatches
@@ -26,7 +27,18 @@ from meshwright.parallel.replicas.comparison import ReplicaComparison
 from meshwright.parallel.replicas.replicate_model import ModuleTensors
 from meshwright.parallel.tensor_parallel.apply import install_tensor_parallel
 from meshwright.parallel.tensor_parallel.float8 import Float8Layers
-from meshwright.roles.blocks.experts import has_experts, has_output_bias, is_experts, keep_local_adapters
+from meshwright.plan.schedule import SPLIT_BACKWARD
+from meshwright.roles.blocks.experts import (
+    check_adapted_experts,
+    expert_layouts,
+    experts_of_own_code,
+    has_experts,
+    has_output_bias,
+    is_experts,
+    keep_local_adapters,
+)
+
+Fields = Mapping[str, object]
 
 
 def compare_replicas(build: Build) -> None:
@@ -95,7 +107,7 @@ def watch_passes(build: Build) -> None:
 
 def _compilable_layers(build: Build) -> CompilableLayers:
     found = layers_of(build.decoder, build.structure)
-    refusal = why_not_compiled(found, build.plan, build.config.engine)
+    refusal = next(filter(None, (row.reason(build) for row in UNCOMPILABLE)), None)
     is_whole = build.structure is None and (refusal is None or not found)
     return CompilableLayers(found, refusal=refusal, is_model_traceable=is_whole)
 
@@ -172,3 +184,75 @@ def generate_alike(build: Build) -> None:
         if callable(getattr(part, "generate", None)):
             step = GenerateTogether(part, runtime.mesh, runtime.guard, spreads_experts=spreads, gathers=gathers)
             add_step(part, step, "generate")
+
+
+SPLIT_ROWS = (
+    Refusal("any plan", lambda call: split_embedding(call.facts, call.plan, call.config.engine),
+            f"the plan {{plan}} splits {{split}}, but {EMBEDDING}", f"{SET_OFF}, or use one device"),
+    Refusal("any plan", lambda call: mixed_rows(call.facts, call.plan),
+            "the plan {plan} splits the batch over {axes}, but {name} is a {kind}, which {reason}",
+            "Use dp=1 without micro-batches, for example plan='pp2'"),
+)  # fmt: skip
+
+
+def _own_code(call: Call) -> Fields | None:
+    if (name := experts_of_own_code(call.of_decoder)) is None:
+        return None
+    fields = "ParallelPlan.ep" + (" and etp" if call.plan.etp > 1 else "")
+    kind = type(call.decoder.get_submodule(name)).__name__
+    return {"name": name, "kind": kind, "fields": fields, "ranks": call.plan.ep * call.plan.etp}
+
+
+def _too_few_experts(call: Call) -> Fields | None:
+    counts = [{p.shape[0] for p in module.parameters()} for module in call.of_decoder.names if is_experts(module)]
+    if _own_code(call) or (counts and not any(len(sizes) > 1 or min(sizes) < call.plan.ep for sizes in counts)):
+        return None
+    have = f"{', '.join(map(str, sorted(set.union(*counts))))} experts in a layer" if counts else "no experts"
+    return {"experts": have, "ranks": call.plan.ep * call.plan.etp}
+
+
+def _slice(call: Call) -> None:
+    """Raise if etp cannot slice the weights of experts, or does not divide their channels."""
+    if not (_own_code(call) or _too_few_experts(call)):
+        expert_layouts(call.of_decoder, ep=call.plan.ep, etp=call.plan.etp)
+
+
+def _dispatcher(call: Call) -> Fields:
+    return {"name": call.config.token_dispatcher, "known": ", ".join(map(repr, dispatchers()))}
+
+
+EXPERTS = (
+    Refusal("ep, etp", _own_code, "{name} is a {kind}, which {model} calls with code of its own instead of "
+            "transformers' interface for experts, so {ranks} ranks cannot share them",
+            "Set {fields} to 1: each rank then has whole experts"),
+    Refusal("ep, etp", _too_few_experts, "{model} has {experts}, so {ranks} ranks cannot share them",
+            "Set ParallelPlan.ep to at most the number of experts of each layer, or ep and etp to 1"),
+    Refusal.by("ep, etp", _slice, lambda call: (call,), "Set etp to a divisor, or to 1, and ep for more ranks"),
+    Refusal.by("any plan", check_adapted_experts,
+               lambda call: (call.of_decoder, call.plan.ep, call.plan.etp, call.plan.zero_stage),
+               "Use zero_stage=2, etp=1, and an ep that divides the number of experts"),
+    Refusal("any plan", lambda call: call.config.token_dispatcher not in dispatchers() and _dispatcher(call),
+            "ToDistributedConfig.token_dispatcher={name!r} is not registered; use one of {known}, or register it on "
+            "every rank", "meshwright.register_dispatcher({name!r}, MyDispatcher)"),
+    Refusal("any plan", lambda call: (
+                call.plan.ep == 1 and call.config.token_dispatcher in dispatchers()[1:] and _dispatcher(call)),
+            "ToDistributedConfig.token_dispatcher={name!r} is for experts that ranks share, but ep=1",
+            "set ParallelPlan.ep, or leave token_dispatcher out"),
+)  # fmt: skip
+
+UNCOMPILABLE = (
+    Refusal("compile", lambda decision: not layers_of(decision.decoder, decision.structure),
+            "the model has no nn.ModuleList, whose members would be the layers of compile='layers'",
+            "leave compile out, and call torch.compile(model) after to_distributed", after_cut=True),
+    Refusal("compile", lambda call: call.plan.zero_stage == 3 and call.plan.dp > 1,
+            "ParallelPlan.zero_stage=3 gathers each layer's weights while it runs, by hooks on the modules inside, so "
+            "compile='layers' would leave graphs of single operations", "set zero_stage=2, or leave compile out"),
+    Refusal("compile", lambda call: call.plan.pp > 1 and call.plan.schedule in SPLIT_BACKWARD,
+            "ParallelPlan.schedule={schedule!r} computes the gradients of weights apart, which the one backward of a "
+            "compiled layer cannot do", "set schedule='1f1b', or leave compile out"),
+    Refusal("compile", lambda call: call.plan.ep * call.plan.etp > 1,
+            "ParallelPlan.ep={ep} and etp={etp} make the host read how many tokens travel inside each layer, so "
+            "compile='layers' would leave pieces of graphs", "set ep=1 and etp=1, or leave compile out"),
+    Refusal("compile", lambda call: call.config.engine is not None,
+            "{engine} adds its own hooks to the layers' modules, so compile='layers' is not available", "leave it out"),
+)  # fmt: skip

@@ -12,7 +12,7 @@ from meshwright.context.record import make_whole
 from meshwright.context.region import ContextForward, ContextRegion
 from meshwright.facts import Facts
 from meshwright.faults.collective_log import set_timeouts
-from meshwright.features.decision import Build
+from meshwright.features.decision import Build, Refusal
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel.batch.document_rows import RowDocuments
 from meshwright.parallel.batch.flash_rows import FlashRows
@@ -168,3 +168,15 @@ def _set_timeouts(build: Build) -> None:
     """Give the groups that were just made the timeout of the call."""
     if build.runtime.guard is not None:
         set_timeouts(build.config.timeout_s)
+
+
+_COUNTED = "Set ToDistributedConfig(loss_averages_over='rows'), 'labels' or a callable that counts in a batch; or"
+
+PARTS = (
+    Refusal("pp", lambda call: call.loss is None, "ParallelPlan.pp={pp} runs the backward pass inside the model's "
+            "forward, but what the loss of {model} averages over is not known", f"{_COUNTED} use pp=1"),
+    Refusal("micro-batches", lambda call: call.loss is None and call.plan.pp == 1,
+            "the plan splits the batch into micro-batches, but what the loss of {model} averages over is not known, so "
+            "the losses of the micro-batches cannot be combined",
+            f"{_COUNTED} set gradient_accumulation_steps=1 and micro_batch_size=None"),
+)  # fmt: skip

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import inspect
+
 from meshwright.context.region import ContextRegion
-from meshwright.features.decision import Build
+from meshwright.facts import shared_memory
+from meshwright.features.decision import Build, Call, Refusal
 from meshwright.layout.tensor_layout import is_held
 from meshwright.optim.attach_gradients import install_gradient_sync, leave_gradients_to_engine
-from meshwright.optim.elementwise import declared, whole_groups
+from meshwright.optim.elementwise import check_reads, declared, whole_groups
 from meshwright.optim.state_dicts import shard_state
 from meshwright.optim.steps import watch_steps
 from meshwright.parallel.batch.document_rows import RowDocuments
 from meshwright.parallel.batch.items import BatchFormat
 from meshwright.parallel.batch.mean_over_ranks import GlobalMean
 from meshwright.parallel.experts.load_balancing import LoadBalancing
-from meshwright.parallel.experts.routers import ReplayedBlock, forward_with_router_loss
-from meshwright.parallel.forward.compiled_layers import CompilableLayers
+from meshwright.parallel.experts.routers import OPTION, ReplayedBlock, forward_with_router_loss
+from meshwright.parallel.forward.compiled_layers import CompilableLayers, check_compile_options
 from meshwright.parallel.forward.coupled_rows import CoupledRows
-from meshwright.parallel.forward.recompute import recompute_layers, recompute_switch
+from meshwright.parallel.forward.recompute import check_recompute, recompute_layers, recompute_switch
 from meshwright.parallel.forward.state import ForwardState
-from meshwright.parallel.losses.causal_lm import CallsLossFunction, CausalLMLoss, TokenLoss, replacement_of
+from meshwright.parallel.losses.causal_lm import BatchLoss, CallsLossFunction, CausalLMLoss, TokenLoss, replacement_of
 from meshwright.parallel.losses.deferred_logits import Deferral, DeferringHead
 from meshwright.parallel.losses.head_losses import install_loss
 from meshwright.parallel.method_chain import add_step
@@ -131,3 +134,70 @@ def compile_layers(build: Build) -> None:
     """Compile the layers one by one, if the call says so."""
     if build.config.compile == "layers":
         build.runtime.features.get(CompilableLayers).compile(**(build.config.compile_options or {}))
+
+
+STEPS = (
+    Refusal.by("an optimizer", check_reads, lambda call: (call.optimizer, declared(call.config), call.plan),
+               "Pass ToDistributedConfig(optimizer_reads='element') if it reads each element alone, or use a plan that "
+               "leaves tensors whole"),
+)  # fmt: skip
+
+
+MEMORY = (
+    Refusal("cut weights, ZeRO", lambda call: shared_memory(call.of_decoder),
+            "{parameter} and {other} are two parameters of one memory, of which a step on one device changes both by "
+            "the gradient of each, and the plan gives each a memory of its own",
+            "Make them one parameter, a.weight = b.weight, or two, b.weight.data = b.weight.data.clone(); or use "
+            "ParallelPlan(dp=...) alone"),
+)  # fmt: skip
+
+
+def _sent_in_16_bits(call: Call) -> dict[str, str] | None:
+    trained = [p for p in call.of_decoder.parameters.values() if p.requires_grad and p.is_floating_point()]
+    is_asked = call.plan.reduce_dtype and call.plan.zero_stage == 0
+    if not (is_asked and trained and all(p.element_size() <= 2 for p in trained)):
+        return None
+    return {"dtype": str(trained[0].dtype).removeprefix("torch.")}
+
+
+_ALONE = "or train without the engine: to_distributed(model, optimizer, loader)"
+_OWN = "leave it out, and set the engine's own option (in DeepSpeed's config, "
+GRADIENTS = (
+    Refusal("an engine", lambda call: call.plan.pp > 1, "ParallelPlan.pp={pp} with {engine}: its engine runs the "
+            "backward pass of the whole model, and a pipeline runs its own", f"use pp=1, {_ALONE}"),
+    Refusal("an engine", lambda call: call.plan.cp > 1, "ParallelPlan.cp={cp} with {engine}: its engine averages "
+            "gradients over dp alone, and each rank of cp has those of its own tokens", f"use cp=1, {_ALONE}"),
+    Refusal("an engine", lambda call: call.plan.ep * call.plan.etp > 1, "ParallelPlan.ep={ep} and etp={etp} with "
+            "{engine}, which was not compared with one device", f"use ep=1 and etp=1, {_ALONE}"),
+    Refusal("an engine", lambda call: call.plan.reduce_dtype, "ParallelPlan.reduce_dtype={reduce_dtype!r} with "
+            "{engine}, which reduces the gradients itself", f"{_OWN}communication_data_type)"),
+    Refusal("an engine", lambda call: call.plan.offload, "ParallelPlan.offload={offload!r} with {engine}, which keeps "
+            "the optimizer itself", f"{_OWN}zero_optimization.offload_optimizer)"),
+    Refusal("any plan", _sent_in_16_bits, "ParallelPlan.reduce_dtype={reduce_dtype!r} saves nothing: with "
+            "zero_stage=0 the gradients of {dtype} weights travel in 16 bits already", "leave it out"),
+)  # fmt: skip
+
+
+def _adds_router_loss(call: Call) -> bool:
+    plan, loss, model = call.plan, call.loss, call.decoder
+    has_parts = plan.dp * plan.cp * plan.pp > 1 or plan.has_micro_batches
+    is_wanted = getattr(getattr(model, "config", None), OPTION, False)
+    is_function = isinstance(loss, BatchLoss) or (loss is not None and loss.is_function)
+    return has_parts and is_wanted and not is_function and OPTION in inspect.signature(model.forward).parameters
+
+
+LOSS = (
+    Refusal("any plan", _adds_router_loss, f"model.config.{OPTION}=True: {{model}} adds a load-balancing loss to its "
+            "loss, which is a product of means over all tokens of the batch, and computes it from the tokens that it "
+            "has", f"Set model.config.{OPTION} = False, or use dp=1, cp=1 and pp=1 without micro-batches"),
+)  # fmt: skip
+
+RECOMPUTE = (
+    Refusal.by("recompute", check_recompute, lambda call: (call.decoder, call.plan.recomputed_layers),
+               "Leave recompute out, or recomputed_layers"),
+)  # fmt: skip
+
+COMPILE = (
+    Refusal.by("compile", check_compile_options, lambda call: (call.config.compile_options or {}, call.plan.tp > 1),
+               "Leave the option out"),
+)  # fmt: skip

@@ -139,7 +139,7 @@ def check_elementwise(optimizer: Optimizer, *, is_trusted: bool, plan: ParallelP
     )
 
 
-def check_reads(optimizer: Optimizer, *, reads: Declared, plan: ParallelPlan) -> None:
+def check_reads(optimizer: Optimizer, reads: Declared, plan: ParallelPlan) -> None:
     """Raise if neither the ranks' parts nor whole parameters, each on one rank, can be stepped as on one device.
 
     Args:

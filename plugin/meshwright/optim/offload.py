@@ -6,6 +6,9 @@ the gradients of the next ones arrive and the weights of those before return::
 
     device   gradients, weights -> [ to the host ][ to the host ]     [ from it ][ from it ] -> all-gather
     host                                          [ step        ][ step        ]
+
+Between steps the optimizer has slices without values on the device, whose gradients scalers and clipping find. During a
+step it has the copies on the host, which are the keys of its state.
 """
 
 from __future__ import annotations

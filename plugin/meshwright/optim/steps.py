@@ -4,6 +4,11 @@ Every optimizer that has such parameters is checked, not only the model's own on
 
 The hooks of torch are never removed. torch iterates over its hooks while a step runs, in which a model may be freed
 whose watcher would remove its hooks.
+
+Between steps the groups of an optimizer have the model's parameters, under ZeRO too, so a program that reads or writes
+them there does what it does with the model's own. Slices and whole parameters take their place during the step alone.
+The program's hooks of the step run inside of this window if the optimizer steps whole parameters, and outside of it
+otherwise.
 """
 
 from __future__ import annotations

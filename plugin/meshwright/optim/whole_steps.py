@@ -7,6 +7,11 @@ values and the whole gradient while the step and the program's hooks of it run. 
 result::
 
     backward -> parts of gradients -> [ owners: whole parameters, whole gradients, step ] -> parts of the parameters
+
+The owner of a parameter is the rank that has most of it, so a step sends little. Norms, scalers and masters know
+nothing of owners, since this window is around the step alone. Only exact classes that are known to be elementwise, and
+are as their library has them, step parts (``elementwise.py``). Whether an update reads other parameters is not guessed:
+all ranks step a small parameter of each group, each beside others, and compare the results (``trial.py``).
 """
 
 from __future__ import annotations

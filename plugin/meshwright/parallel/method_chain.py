@@ -11,6 +11,9 @@ lies inside of it, the method itself at last. For example::
 What a distributed model carries besides its weights and gradients, one object of each kind.
 
 Finds the calls at the two borders of a decoder's layers, also if a module runs at several places of the decoder.
+
+``StepOrder`` says which step lies inside of which, whatever is installed first. Chain and steps are objects instead of
+closures over the model, so a copied model calls its own methods.
 """
 
 from __future__ import annotations

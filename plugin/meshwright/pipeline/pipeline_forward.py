@@ -388,7 +388,12 @@ class PipelineForward(BatchStep):
         if is_deferred(failures.device):
             raise_if_any(step.failure)
         elif has_values(failures) and failures:
-            exchange_together(lambda: (raise_if_any(step.failure), ""), group=self.runtime.mesh.pp.group)
+
+            def own() -> tuple[None, str]:
+                raise_if_any(step.failure)
+                return None, ""
+
+            exchange_together(own, group=self.runtime.mesh.pp.group)
 
     def _sum_ties(self, sums: SummedGradients) -> None:
         """Add up the gradients of a tied weight over the stages that hold it, before they are averaged over dp."""

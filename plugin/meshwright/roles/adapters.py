@@ -106,8 +106,8 @@ def _close(part: nn.Module, name: str, message: str) -> None:
     replace_method(part, name, closed)
 
 
-def check_methods(model: nn.Module, axes: list[str], *, has_micro_batches: bool) -> None:
-    """Check that adapters are LoRA's if a plan cuts what they compute with; no other method is known in parts.
+def check_methods(model: nn.Module, axes: list[str], has_micro_batches: bool) -> None:
+    """Raise if a plan cuts what adapters of another method than LoRA compute with; no other is known in parts.
 
     Args:
         model: the model, in PEFT's wrappers if it has any.

@@ -1,0 +1,1 @@
+"""A reader for each kind of dataset; ``choose.py`` picks one."""

@@ -5,6 +5,10 @@ transformers finds the documents of a packed row in ``position_ids`` and makes a
 mask, and the computation in torch ignores the borders that the kernels for GPUs take. So each document becomes a row
 of its own while a mixer runs, padded on the right, where a causal module does not look. Documents of similar lengths
 run in one call, so that at most half of a row is padding.
+
+Documents are those that attention keeps apart. A step of the model's forward finds them, inside of micro-batches,
+stages and cp; layers that backward runs again find those of their forward pass in the same windows as the choices of
+routers (``parallel/saved_tensors.py``).
 """
 
 from __future__ import annotations

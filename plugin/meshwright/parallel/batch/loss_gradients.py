@@ -55,12 +55,12 @@ class LossGradients:
     The host does not wait for a device: it reads the gradients that are there in the meeting after the next.
 
     Args:
-        model: the model, whose parameters' gradients are averaged.
+        parameters: returns the parameters of the model, whose gradients are averaged.
         ranks: the number of ranks that have other rows.
     """
 
-    def __init__(self, model: nn.Module, ranks: int) -> None:
-        self._model, self.ranks = model, ranks
+    def __init__(self, parameters: Callable[[], Iterable[nn.Parameter]], ranks: int) -> None:
+        self._parameters, self.ranks = parameters, ranks
         self._pass = -1  # the last pass that reached a loss
         self._has_warned = False
         self._made = 0
@@ -98,7 +98,7 @@ class LossGradients:
         if _is_reached(_PROBE):
             return True
         with reading_shards():  # backward(inputs=...) may name parameters
-            return any(p.requires_grad and _is_reached(p) for p in self._model.parameters())
+            return any(p.requires_grad and _is_reached(p) for p in self._parameters())
 
     def _warn(self) -> None:
         if not self._has_warned and self.ranks > 1:

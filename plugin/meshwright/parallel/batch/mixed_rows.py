@@ -53,14 +53,12 @@ _MIX_ROWS = {
 }
 
 
-def check_mixed_rows(facts: Facts, plan: ParallelPlan) -> None:
-    """Raise a PlanError if a module computes with all tokens of the batch together, and the plan splits the batch."""
+def mixed_rows(facts: Facts, plan: ParallelPlan) -> dict[str, str] | None:
+    """Return a module that computes with all tokens of the batch together, if the plan splits the batch."""
     for module, name in facts.names.items() if splits_rows(plan) else ():
-        if (reason := _MIX_ROWS.get(type(module).__name__)) is not None:
-            raise PlanError(
-                f"the plan {plan.label} splits the batch over {_parts(plan)}, but {name} is a {type(module).__name__}, "
-                f"which {reason}. Use dp=1 without micro-batches, for example plan='pp2'"
-            )
+        if (how := _MIX_ROWS.get(type(module).__name__)) is not None:
+            return {"axes": _parts(plan), "name": name, "kind": type(module).__name__, "reason": how}
+    return None
 
 
 def splits_rows(plan: ParallelPlan) -> bool:
@@ -109,8 +107,8 @@ def _twice(x: object) -> object:
     return torch.cat([x, x]) if isinstance(x, Tensor) and x.ndim else x
 
 
-def check_embeddings(facts: Facts, plan: ParallelPlan, engine: str | None) -> None:
-    """Raise a PlanError if an embedding's numbers depend on how the plan splits the batch, or cannot be reduced."""
+def split_embedding(facts: Facts, plan: ParallelPlan, engine: str | None) -> dict[str, object] | None:
+    """Return an embedding whose numbers depend on how a plan splits the batch, or whose gradient cannot be reduced."""
     options = []
     if splits := _parts(plan):
         options.append("max_norm")
@@ -119,13 +117,16 @@ def check_embeddings(facts: Facts, plan: ParallelPlan, engine: str | None) -> No
         options += ["sparse"] if engine is None else []
     elif plan.zero_stage > 0:  # which reduces gradients in flat buckets on one rank too
         options.append("sparse")
-    if (found := refused_option(facts, options)) is not None:
-        what = f"the batch over {splits}" if splits else "gradients"
-        raise PlanError(f"the plan {plan.label} splits {what}, but {found}, or use one device")
+    found = refused_option(facts, options)
+    return found and {**found, "split": f"the batch over {splits}" if splits else "gradients"}
 
 
-def refused_option(model: nn.Module | Facts, options: list[str] | None = None) -> str | None:
-    """Return why an embedding cannot be used where the batch is split, and what to change; None if all can.
+EMBEDDING = "{module} is an {kind} with {option}={value}, which {effect}"
+SET_OFF = "Set it off before the call: {module}.{option} = {off}"
+
+
+def refused_option(model: nn.Module | Facts, options: list[str] | None = None) -> dict[str, object] | None:
+    """Return an embedding that cannot be used where the batch is split, as fields of ``EMBEDDING``; None if all can.
 
     Args:
         model: the model.
@@ -137,11 +138,14 @@ def refused_option(model: nn.Module | Facts, options: list[str] | None = None) -
         value = getattr(module, option)
         if not value or not (option == "max_norm" or module.weight.requires_grad):
             continue
-        path = f"model.{name}" if name else "model"
-        return (
-            f"{path} is an {type(module).__name__} with {option}={value}, which {EMBEDDING_OPTIONS[option]}. Set it "
-            f"off before the call: {path}.{option} = {None if option == 'max_norm' else False}"
-        )
+        return {
+            "module": f"model.{name}" if name else "model",
+            "kind": type(module).__name__,
+            "option": option,
+            "value": value,
+            "effect": EMBEDDING_OPTIONS[option],
+            "off": None if option == "max_norm" else False,
+        }
     return None
 
 

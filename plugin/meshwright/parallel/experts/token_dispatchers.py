@@ -25,7 +25,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.autograd import Node, TensorFunction, TensorsFunction
-from meshwright.errors import PlanError
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.collectives import (
     all_gather,
@@ -193,19 +192,9 @@ def register_dispatcher(name: str, factory: Factory) -> None:
     _FACTORIES[name] = factory
 
 
-def check_dispatcher(name: str, ep: int) -> None:
-    """Raise a PlanError if no dispatcher has this name, or if the plan has no use for one."""
-    if name not in _FACTORIES:
-        raise PlanError(
-            f"ToDistributedConfig.token_dispatcher={name!r} is not registered; use one of "
-            f"{', '.join(map(repr, _FACTORIES))}, or register it on every rank: meshwright.register_dispatcher("
-            f"{name!r}, MyDispatcher)"
-        )
-    if ep == 1 and name != "all_to_all":
-        raise PlanError(
-            f"ToDistributedConfig.token_dispatcher={name!r} is for experts that ranks share, but ep=1; set "
-            "ParallelPlan.ep, or leave token_dispatcher out"
-        )
+def dispatchers() -> tuple[str, ...]:
+    """Return the names of the dispatchers; the first is the default."""
+    return tuple(_FACTORIES)
 
 
 def make_dispatcher(name: str, axis: Axis, experts: int) -> TokenDispatcher:

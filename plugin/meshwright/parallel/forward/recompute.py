@@ -33,7 +33,7 @@ def can_recompute_some(model: nn.Module) -> bool:
 
 
 def check_recompute(model: nn.Module, layers: int | None) -> None:
-    """Raise a PlanError if a model cannot recompute its layers, or so many of them.
+    """Raise if a model cannot recompute its layers, or so many of them.
 
     Args:
         model: the decoder.

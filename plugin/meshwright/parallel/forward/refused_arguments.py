@@ -20,11 +20,12 @@ from meshwright.mesh.axes import Axis, Mesh
 from meshwright.parallel.batch.schema import CACHES
 from meshwright.parallel.collectives import agree
 from meshwright.parallel.experts.load_balancing import LoadBalancing
+from meshwright.parallel.experts.routers import OPTION
 from meshwright.parallel.method_chain import ChainStep, find_step
 from meshwright.roles.adapters import without_wrappers
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Refusal:
     """Arguments that a decoder's forward cannot take under one axis of a plan.
 
@@ -59,64 +60,28 @@ _INTERNALS = ("output_hidden_states", "output_attentions")
 _OWN_HEADS = "each rank has only its own heads, and under sequence parallelism only its own tokens"
 _ELSEWHERE = "save the model (model.save_pretrained) and generate on one device"
 GENERATE = "generate()"  # the method, which asks for keys and values
+_CACHES = (*CACHES, "use_cache", GENERATE)
+
+_OFF = "turn the option off"
+_ROUTED = "and only the load-balancing loss of transformers' causal LMs is known for all of them"
 
 REFUSALS = (
-    Refusal(axis="tp", arguments=_INTERNALS, reason=_OWN_HEADS, cure="turn the option off", is_option=True),
-    Refusal(
-        axis="cp",
-        arguments=_INTERNALS,
-        reason="each rank has only its own tokens",
-        cure="turn the option off",
-        is_option=True,
-    ),
+    Refusal("tp", _INTERNALS, _OWN_HEADS, _OFF, is_option=True),
+    Refusal("cp", _INTERNALS, "each rank has only its own tokens", _OFF, is_option=True),
     *(
-        Refusal(
-            axis=axis,
-            arguments=("output_router_logits",),
-            reason=f"each rank routes only its own tokens{layers}, and only the load-balancing loss of transformers' "
-            "causal LMs is known for all of them",
-            cure="turn the option off",
-            is_option=True,
-            unless=LoadBalancing,
-        )
+        Refusal(axis, (OPTION,), f"each rank routes only its own tokens{layers}, {_ROUTED}", _OFF, is_option=True,
+                unless=LoadBalancing)
         for axis, layers in (("tp", ""), ("cp", ""), ("pp", " in its own layers"))
     ),
-    Refusal(
-        axis="cp",
-        arguments=(*CACHES, "use_cache", GENERATE),
-        reason="each rank has the keys and values of its own tokens",
-        cure=_ELSEWHERE,
-        is_given=_is_passed,
-    ),
-    Refusal(
-        axis="cp",
-        arguments=("logits_to_keep",),
-        reason="each rank has the logits of its own tokens",
-        cure="leave it out and read outputs.logits[:, -n:] in eval mode",
-        is_given=lambda kept: isinstance(kept, Tensor) or bool(kept),
-    ),
-    Refusal(
-        axis="cp",
-        arguments=("attention_mask",),
-        reason="a mask that is not of shape [rows, tokens] cannot be cut",
-        cure="pass one of this shape, or position_ids that begin anew for each document",
-        is_given=_is_no_padding_mask,
-    ),
-    Refusal(
-        axis="pp",
-        arguments=_INTERNALS,
-        reason="each rank has only the layers of its stage",
-        cure="turn the option off",
-        is_option=True,
-    ),
-    Refusal(
-        axis="pp",
-        arguments=(*CACHES, "use_cache", GENERATE),
-        reason="each rank has only the keys and values of its stage",
-        cure=_ELSEWHERE,
-        is_given=_is_passed,
-    ),
-)
+    Refusal("cp", _CACHES, "each rank has the keys and values of its own tokens", _ELSEWHERE, is_given=_is_passed),
+    Refusal("cp", ("logits_to_keep",), "each rank has the logits of its own tokens",
+            "leave it out and read outputs.logits[:, -n:] in eval mode",
+            is_given=lambda kept: isinstance(kept, Tensor) or bool(kept)),
+    Refusal("cp", ("attention_mask",), "a mask that is not of shape [rows, tokens] cannot be cut",
+            "pass one of this shape, or position_ids that begin anew for each document", is_given=_is_no_padding_mask),
+    Refusal("pp", _INTERNALS, "each rank has only the layers of its stage", _OFF, is_option=True),
+    Refusal("pp", _CACHES, "each rank has only the keys and values of its stage", _ELSEWHERE, is_given=_is_passed),
+)  # fmt: skip
 
 
 def check_arguments(model: nn.Module, batch: Mapping[str, object], mesh: Mesh) -> None:

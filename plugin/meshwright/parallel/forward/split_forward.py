@@ -8,6 +8,9 @@ happens once. Without ``backward()``, no gradients stay behind. Under ZeRO stage
 gradients are reduced as they arrive, and each rank keeps its shard of their sum.
 
 Such a hook has what the wrapper made of the whole rows, as PEFT's aLoRA counts the tokens from where an adapter begins.
+
+The user's loop does not change. ``BatchSchema`` (``parallel/batch/schema.py``) says which part of each argument belongs
+to which row.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Keeps the program's hooks on a gradient from autograd, and gathers the whole gradient that they are called with.
 
 The hooks stay where torch's own code finds them. A gradient of which each rank has a part is gathered on every rank.
+
+``ProgramHooks`` has the place of torch's dict of hooks; autograd finds the runtime's hooks alone.
 """
 
 from __future__ import annotations

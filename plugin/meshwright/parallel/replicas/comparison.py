@@ -50,7 +50,7 @@ class ReplicaComparison:
     """Compares the replicas of one model.
 
     Args:
-        model: a model whose parameters have layouts.
+        named: the parameters of the model by name, which have layouts.
         mesh: the axes over which the replicas are compared; over pp, tensors that modules outside of the layers keep.
         guard: the guard, which counts the steps and holds the meetings.
         every: the number of steps between two comparisons of the weights; 0 for never.
@@ -77,7 +77,7 @@ class ReplicaComparison:
         self.tie = Axis("tie")  # the pipeline's ranks that hold one tied weight on two stages; set by the pipeline
         self.draws = draws
         self._tensors = tensors
-        self.losses = LossGradients(model, mesh.dp.size)
+        self.losses = LossGradients(lambda: (p for _, p in self._named), mesh.dp.size)
         self.hooks: GradientHooks | None = None  # the program's hooks on the gradients, which all ranks run together
         self._named = list(named)
         self._optimizer: Optimizer | None = None

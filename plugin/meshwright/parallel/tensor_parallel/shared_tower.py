@@ -6,6 +6,9 @@ For n images and t ranks, on each rank::
 
 The first time that a tower gets several images, it runs on all of them too. If what it computes of some images then
 depends on the others, as with dropout, or if its result does not have a part for each image, it is not shared.
+
+Backward over cp sums the gradients of each feature. Over tp each rank has the whole gradient of the features, and the
+gradients of the tower's weights are addends.
 """
 
 from __future__ import annotations

@@ -1,1 +1,5 @@
-"""The plans that are legal, and the fastest of those that fit."""
+"""The plans that are legal, and the fastest of those that fit.
+
+A slot is a layout of the ranks with a micro-batch size. To weigh a plan is to estimate its memory, before its time is
+simulated.
+"""

@@ -118,30 +118,6 @@ def has_output_bias(module: nn.Module) -> bool:
     return _OUTPUT_BIAS in module._parameters
 
 
-def check_experts(facts: Facts, *, ep: int, etp: int) -> None:
-    """Raise if ``ep`` ranks cannot share a model's experts, or ``etp`` ranks cannot share each of them."""
-    if ep * etp == 1:
-        return
-    model = facts.model
-    if (name := experts_of_own_code(facts)) is not None:
-        raise PlanError(
-            f"{name} is a {type(model.get_submodule(name)).__name__}, which {type(model).__name__} calls with code of "
-            f"its own instead of transformers' interface for experts, so {ep * etp} ranks cannot share them. Set "
-            f"ParallelPlan.ep{' and etp' if etp > 1 else ''} to 1: each rank then has whole experts"
-        )
-    modules = {name: module for module, name in facts.names.items() if is_experts(module)}
-    counts = [{p.shape[0] for p in module.parameters()} for module in modules.values()]
-    if not counts or any(len(sizes) > 1 or min(sizes) < ep for sizes in counts):
-        have = f"{', '.join(map(str, sorted(set.union(*counts))))} experts in a layer" if counts else "no experts"
-        raise PlanError(
-            f"{type(model).__name__} has {have}, so {ep * etp} ranks cannot share them. Set ParallelPlan.ep to at most "
-            "the number of experts of each layer, or ep and etp to 1"
-        )
-    for name, module in modules.items() if etp > 1 else ():
-        for own, parameter in module.named_parameters():
-            _slices(module, own, parameter, etp, name)
-
-
 def expert_layouts(facts: Facts, *, ep: int, etp: int) -> dict[str, TensorLayout]:
     """Return the layout of each weight of experts by name, if ``ep`` x ``etp`` ranks share them."""
     if ep * etp == 1:
@@ -212,8 +188,8 @@ def adapted_experts(facts: Facts) -> dict[str, nn.Module]:
     return {name: module for name, module in found if is_adapted(module) and is_experts(projection(module))}
 
 
-def check_adapted_experts(facts: Facts, *, ep: int, etp: int, zero_stage: int) -> None:
-    """Raise a PlanError if ``ep`` ranks cannot share the adapters of a model's experts, or a plan cuts each expert."""
+def check_adapted_experts(facts: Facts, ep: int, etp: int, zero_stage: int) -> None:
+    """Raise if ep ranks cannot share the adapters of a model's experts, or a plan cuts each expert."""
     for name, module in adapted_experts(facts).items():
         if zero_stage == 3:
             raise PlanError(

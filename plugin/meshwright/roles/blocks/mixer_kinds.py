@@ -8,6 +8,8 @@ heads that share it, as query heads share a key head. Mamba2 of 4 heads in 2 gro
     rank 1    |           h2 h3  |        h2 h3  |      g1 |      g1 |          h2 h3 |
 
 If there are fewer groups than ranks, several ranks hold a group, as they hold a key head.
+
+One rule makes the layouts of all kinds from these parts, and the same table checks that a module is of the kind.
 """
 
 from __future__ import annotations
