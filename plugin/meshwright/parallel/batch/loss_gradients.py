@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from meshwright.autograd import Node, TensorFunction
 from meshwright.faults.statement import Statement
 from meshwright.parallel.async_numbers import is_deferred, read_later
-from meshwright.parallel.shards.stand_in import reading_shards
 
 logger = logging.getLogger(__name__)
 
@@ -55,12 +54,12 @@ class LossGradients:
     The host does not wait for a device: it reads the gradients that are there in the meeting after the next.
 
     Args:
-        parameters: returns the parameters of the model, whose gradients are averaged.
+        any_trained: returns whether a function is true of any parameter that is trained, whose gradients are averaged.
         ranks: the number of ranks that have other rows.
     """
 
-    def __init__(self, parameters: Callable[[], Iterable[nn.Parameter]], ranks: int) -> None:
-        self._parameters, self.ranks = parameters, ranks
+    def __init__(self, any_trained: Callable[[Callable[[Tensor], bool]], bool], ranks: int) -> None:
+        self._any_trained, self.ranks = any_trained, ranks
         self._pass = -1  # the last pass that reached a loss
         self._has_warned = False
         self._made = 0
@@ -95,10 +94,7 @@ class LossGradients:
 
     def _averages(self) -> bool:
         """Return whether the running pass adds to the gradients of parameters, which are averaged over the ranks."""
-        if _is_reached(_PROBE):
-            return True
-        with reading_shards():  # backward(inputs=...) may name parameters
-            return any(p.requires_grad and _is_reached(p) for p in self._parameters())
+        return _is_reached(_PROBE) or self._any_trained(_is_reached)  # backward(inputs=...) may name parameters
 
     def _warn(self) -> None:
         if not self._has_warned and self.ranks > 1:

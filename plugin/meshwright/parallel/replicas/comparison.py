@@ -77,7 +77,7 @@ class ReplicaComparison:
         self.tie = Axis("tie")  # the pipeline's ranks that hold one tied weight on two stages; set by the pipeline
         self.draws = draws
         self._tensors = tensors
-        self.losses = LossGradients(lambda: (p for _, p in self._named), mesh.dp.size)
+        self.losses = LossGradients(self._any_trained, mesh.dp.size)
         self.hooks: GradientHooks | None = None  # the program's hooks on the gradients, which all ranks run together
         self._named = list(named)
         self._optimizer: Optimizer | None = None
@@ -91,6 +91,10 @@ class ReplicaComparison:
         self._meetings: dict[str, int] = {}  # axis -> number of meetings at which a comparison may be due
         self._gathered: dict[str, Digests] = {}
         self.wrote = False  # whether a forward pass of this rank has written tensors of the model
+
+    def _any_trained(self, test: Callable[[Tensor], bool]) -> bool:
+        with reading_shards():
+            return any(p.requires_grad and test(p) for _, p in self._named)
 
     def for_copy(self) -> ReplicaComparison:
         """Return a comparison without an optimizer for a copy of the model; pass the copy to :meth:`look_at`."""
