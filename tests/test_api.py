@@ -170,6 +170,15 @@ def test_the_version_is_that_of_the_newest_notes_or_comes_after_them() -> None:
         assert mw.__version__ == newest[1]
 
 
+def test_each_package_names_its_files() -> None:
+    lacking = {}
+    for package in [*ROOT.glob("plugin/**/__init__.py"), *ROOT.glob("integrations/**/__init__.py")]:
+        text = ast.get_docstring(ast.parse(package.read_text())) or ""
+        if names := [f.name for f in package.parent.glob("*.py") if f != package and f.name not in text]:
+            lacking[str(package.relative_to(ROOT))] = names
+    assert not lacking
+
+
 def test_a_class_name_has_one_meaning() -> None:
     places: dict[str, list[str]] = {}
     for path in (*ROOT.glob("plugin/**/*.py"), *ROOT.glob("integrations/**/*.py")):

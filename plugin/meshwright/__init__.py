@@ -1,4 +1,15 @@
-"""Meshwright makes a stock Hugging Face Llama-style model train in parallel with one call."""
+"""Meshwright makes a stock Hugging Face Llama-style model train in parallel with one call.
+
+``docs/design.md`` has the packages. The files beside them:
+
+    facts.py          what one walk over a model shows     model_kinds.py   which kind of model a config describes
+    data_parallel.py  ``DataParallel``                     placement.py     ``shard_tensor`` and ``reshard``
+    autograd.py       the base of autograd functions       compiling.py     what stays out of compiled graphs
+    errors.py         the errors for users                 progress.py      bars and log lines of long work
+    printable.py      texts that are safe to show          outside_files.py  files that others write
+    random_states.py  what draws, and whether it drew      containers.py    containers of the program's classes
+    temporarily.py    attributes that are replaced for a time
+"""
 
 from __future__ import annotations
 

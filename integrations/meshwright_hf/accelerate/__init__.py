@@ -1,5 +1,10 @@
 """accelerate under a plan: ``prepare`` distributes the script's objects by the plan, and the loop stays the same.
 
+    preparation.py     ``prepare``                       activation.py  the stock Accelerator's, for unchanged scripts
+    drop_in.py         an Accelerator that has a plan    accelerator.py  its methods that depend on the plan
+    planned_loader.py  loader and scheduler              state.py  ``save_state`` and ``load_state``
+    checks.py          what contradicts a plan
+
 Example::
 
     accelerator = Accelerator(gradient_accumulation_steps=4)

@@ -1,4 +1,12 @@
-"""The command line, one module per command. No module imports torch before its command runs, so --help is fast."""
+"""The command line, one module per command. No module imports torch before its command runs, so --help is fast.
+
+plan.py, launch.py, verify.py, trace_cuda.py, doctor.py, calibrate.py, inspect.py, export.py, report.py
+plan_inputs.py    what ``plan`` reads: the cluster, the job, the user's own plans
+plan_settings.py  settings that may have several values
+plan_answers.py   what ``plan`` prints
+command.py        what all commands share
+__main__.py       ``python -m meshwright.cli``
+"""
 
 from __future__ import annotations
 

@@ -5,7 +5,8 @@ that refer to parameters stay valid. Forward hooks and steps of methods are adde
 ``evidence/patches.md`` lists what is replaced at run time, and how each replacement is undone.
 
     to_distributed.py    the call, step by step
-    check_arguments.py   what is passed, how many processes were launched, whether all ranks have the same plan
+    check_arguments.py   what is passed, and how many processes were launched
+    meeting.py           the one exchange: whether all ranks have the same plan, options and weights
     decide.py            facts, plan and options make a Decision, or are refused: by the rows of each part of a plan
                          (``Feature.refusals``), which docs/support.md prints
     quantised.py         quantised and float8 layers that a plan cannot cut

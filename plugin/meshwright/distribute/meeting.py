@@ -1,7 +1,7 @@
 """The one exchange by which the ranks of a call compare what they were given, before anything is changed.
 
-rank 0   find the weights, digest them   -->  Statement  --+--  all statements, on every rank
-rank 1   find the weights, digest them   -->  Statement  --+    equal plans, options, models: go on
+rank 0   find the weights, digest them   -->  CallStatement  --+--  all statements, on every rank
+rank 1   find the weights, digest them   -->  CallStatement  --+    equal plans, options, models: go on
                                                                 equal weights: nothing is sent
 """
 
@@ -27,7 +27,7 @@ _OF_ALL_RANKS = ("gather_logits", "token_dispatcher", "bucket_size_mb", "compile
 
 
 @dataclass(frozen=True, kw_only=True)
-class Statement:
+class CallStatement:
     """What one rank says of its call.
 
     Args:
@@ -47,7 +47,7 @@ class Statement:
 
 def meet(
     decision: Decision, find_weights: Callable[[], InitialWeights], device: torch.device
-) -> tuple[InitialWeights, list[Statement]]:
+) -> tuple[InitialWeights, list[CallStatement]]:
     """Find the weights that the model starts from, and return them with the statements of all ranks.
 
     Args:
@@ -63,7 +63,7 @@ def meet(
 
     def state() -> tuple[InitialWeights, str]:
         weights = find_weights()
-        statement = Statement(
+        statement = CallStatement(
             plan=str(decision.plan),
             options=", ".join(f"{name}={getattr(decision.config, name)!r}" for name in _OF_ALL_RANKS),
             weights=weights.digests(decision.facts, device) if world_size() > 1 else [],
@@ -73,7 +73,7 @@ def meet(
         return weights, json.dumps(dataclasses.asdict(statement))
 
     weights, texts = exchange_together(state)
-    statements = [Statement(**json.loads(text)) for text in texts]
+    statements = [CallStatement(**json.loads(text)) for text in texts]
     for what in ("plan", "options"):
         said = [getattr(statement, what) for statement in statements]
         for rank, other in enumerate(said):

@@ -35,7 +35,7 @@ from meshwright.distribute.check_arguments import (
 )
 from meshwright.distribute.decide import decide
 from meshwright.distribute.installation import REFUSALS_LATER, distribute
-from meshwright.distribute.meeting import Statement, meet
+from meshwright.distribute.meeting import CallStatement, meet
 from meshwright.distribute.quantised import finish_loading
 from meshwright.distribute.rehearse import rehearsed
 from meshwright.errors import PlanError
@@ -270,7 +270,7 @@ def _choose(
     return plan, is_picked
 
 
-def _meet(decision: Decision, device: torch.device) -> tuple[Mesh, Guard | None, InitialWeights, list[Statement]]:
+def _meet(decision: Decision, device: torch.device) -> tuple[Mesh, Guard | None, InitialWeights, list[CallStatement]]:
     """Join the other ranks, compare with them what the call was given, and make equal what weights the model has.
 
     Returns:

@@ -26,7 +26,7 @@ from meshwright.roles.adapters import without_wrappers
 
 
 @dataclass(frozen=True)
-class Refusal:
+class Refused:
     """Arguments that a decoder's forward cannot take under one axis of a plan.
 
     Args:
@@ -66,21 +66,21 @@ _OFF = "turn the option off"
 _ROUTED = "and only the load-balancing loss of transformers' causal LMs is known for all of them"
 
 REFUSALS = (
-    Refusal("tp", _INTERNALS, _OWN_HEADS, _OFF, is_option=True),
-    Refusal("cp", _INTERNALS, "each rank has only its own tokens", _OFF, is_option=True),
+    Refused("tp", _INTERNALS, _OWN_HEADS, _OFF, is_option=True),
+    Refused("cp", _INTERNALS, "each rank has only its own tokens", _OFF, is_option=True),
     *(
-        Refusal(axis, (OPTION,), f"each rank routes only its own tokens{layers}, {_ROUTED}", _OFF, is_option=True,
+        Refused(axis, (OPTION,), f"each rank routes only its own tokens{layers}, {_ROUTED}", _OFF, is_option=True,
                 unless=LoadBalancing)
         for axis, layers in (("tp", ""), ("cp", ""), ("pp", " in its own layers"))
     ),
-    Refusal("cp", _CACHES, "each rank has the keys and values of its own tokens", _ELSEWHERE, is_given=_is_passed),
-    Refusal("cp", ("logits_to_keep",), "each rank has the logits of its own tokens",
+    Refused("cp", _CACHES, "each rank has the keys and values of its own tokens", _ELSEWHERE, is_given=_is_passed),
+    Refused("cp", ("logits_to_keep",), "each rank has the logits of its own tokens",
             "leave it out and read outputs.logits[:, -n:] in eval mode",
             is_given=lambda kept: isinstance(kept, Tensor) or bool(kept)),
-    Refusal("cp", ("attention_mask",), "a mask that is not of shape [rows, tokens] cannot be cut",
+    Refused("cp", ("attention_mask",), "a mask that is not of shape [rows, tokens] cannot be cut",
             "pass one of this shape, or position_ids that begin anew for each document", is_given=_is_no_padding_mask),
-    Refusal("pp", _INTERNALS, "each rank has only the layers of its stage", _OFF, is_option=True),
-    Refusal("pp", _CACHES, "each rank has only the keys and values of its stage", _ELSEWHERE, is_given=_is_passed),
+    Refused("pp", _INTERNALS, "each rank has only the layers of its stage", _OFF, is_option=True),
+    Refused("pp", _CACHES, "each rank has only the keys and values of its stage", _ELSEWHERE, is_given=_is_passed),
 )  # fmt: skip
 
 
