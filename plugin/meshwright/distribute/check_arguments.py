@@ -262,10 +262,10 @@ def check_agreement(plan: ParallelPlan, config: ToDistributedConfig) -> None:
         return
     options = ", ".join(f"{name}={getattr(config, name)!r}" for name in _OF_ALL_RANKS)
     ranks = [text.split("\n") for text in texts_of_all(f"{plan}\n{options}")]
-    for what, said in zip(("plans", "options"), zip(*ranks, strict=True), strict=True):
-        for rank, other in enumerate(said):
-            if other != said[0]:
+    for what, texts in zip(("plans", "options"), zip(*ranks, strict=True), strict=True):
+        for rank, other in enumerate(texts):
+            if other != texts[0]:
                 raise PlanError(
-                    f"the ranks were given different {what}; rank 0: {said[0]}, rank {rank}: {other}. Every process "
+                    f"the ranks were given different {what}; rank 0: {texts[0]}, rank {rank}: {other}. Every process "
                     "must make the same call"
                 )
