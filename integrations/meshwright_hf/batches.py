@@ -201,9 +201,9 @@ def has_only_tensors(data: object) -> bool:
 
 def _join(x: Tensor, forms: list[tuple[str, tuple[int, ...], bool]], dp: Axis, rows: int | None) -> Tensor:
     if len({(dtype, shape[1:], len(shape)) for dtype, shape, _ in forms}) > 1:
-        said = "; ".join(f"{dtype} {list(shape)} on rank {rank} of dp" for rank, (dtype, shape, _) in enumerate(forms))
+        have = "; ".join(f"{dtype} {list(shape)} on rank {rank} of dp" for rank, (dtype, shape, _) in enumerate(forms))
         raise ValueError(
-            f"tensors to gather may differ in their rows only, but there are {said}; pad them first, with "
+            f"tensors to gather may differ in their rows only, but there are {have}; pad them first, with "
             "accelerator.pad_across_processes(tensor, dim=1, pad_index=...)"
         )
     if x.ndim == 0:

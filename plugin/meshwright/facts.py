@@ -125,14 +125,14 @@ def fact(find: Callable[[Facts], T]) -> Callable[[nn.Module | Facts], T]:
     """
 
     @functools.wraps(find)
-    def kept(model: nn.Module | Facts) -> T:
+    def cached(model: nn.Module | Facts) -> T:
         facts = Facts.of(model)
         if find not in facts.found:
             facts.found[find] = find(facts)
         result: T = facts.found[find]
         return result
 
-    return kept
+    return cached
 
 
 @fact

@@ -122,7 +122,7 @@ def test_rows_that_are_compared_are_found_whatever_the_size_of_the_loss(
         logits = (model(x) @ x.T if compares else model(x)).float()
         return F.cross_entropy(logits, torch.arange(len(x)) % ROWS) * scale + added
 
-    check = CoupledRows(model, mw.ParallelPlan(dp=2), BatchFormat(), is_told=True)
+    check = CoupledRows(model, mw.ParallelPlan(dp=2), BatchFormat(), warns=True)
     check.signature, check.method = inspect.signature(loss), loss
     is_hidden = scale == 1e-6 or (dtype is torch.bfloat16 and (scale, added) in ((1.0, 1e3), (1e-3, 0.0)))
     with logged(level=logging.WARNING) as said:
@@ -140,7 +140,7 @@ def test_a_sum_over_rows_is_told_as_one() -> None:
     def loss(x: Tensor) -> Tensor:
         return F.cross_entropy(x, torch.arange(len(x)) % ROWS, reduction="sum")
 
-    check = CoupledRows(nn.Linear(16, 16), mw.ParallelPlan(dp=2), BatchFormat(), is_told=True)
+    check = CoupledRows(nn.Linear(16, 16), mw.ParallelPlan(dp=2), BatchFormat(), warns=True)
     check.signature, check.method = inspect.signature(loss), loss
     with pytest.raises(mw.PlanError, match=r"is a sum over rows.*ctc_loss_reduction = 'mean'"):
         check(torch.randn(ROWS, 16))

@@ -57,7 +57,7 @@ class PlannedAccelerator(Accelerator):
     _loader_options = LoaderOptions()
     _plan: ParallelPlan | None = None  # the plan, if it is known before the first model is prepared
     _is_saving = _counts_all = False
-    told_processes: frozenset[int] = frozenset()  # values that num_processes has returned
+    read_counts: frozenset[int] = frozenset()  # values that num_processes has returned
 
     @property
     def num_processes(self) -> int:
@@ -71,7 +71,7 @@ class PlannedAccelerator(Accelerator):
         else:
             count = self._plan.dp if dp is None and self._plan is not None else dp.size  # type: ignore[union-attr]
         if not self._counts_all:
-            self.told_processes |= {count}
+            self.read_counts |= {count}
         return count
 
     @property
@@ -107,7 +107,7 @@ class PlannedAccelerator(Accelerator):
         runtime = find_runtime(getattr(scheduler, "optimizer", scheduler))
         if runtime is None or getattr(scheduler, "_is_accelerate_prepared", False):
             return super().prepare_scheduler(scheduler)
-        check_num_processes(self.told_processes, runtime.mesh.dp.size)
+        check_num_processes(self.read_counts, runtime.mesh.dp.size)
         optimizers = [wrapper for wrapper in self._optimizers if wrapper.optimizer is scheduler.optimizer]
         planned = PlannedScheduler(
             scheduler,

@@ -71,7 +71,7 @@ def activate(
             return prepare(self, *args, config=config)
         if isinstance(self, PlannedAccelerator) and any(is_new_model(value) for value in args):
             count = int(self.state.num_processes)
-            wrong = self.told_processes - {count}
+            wrong = self.read_counts - {count}
             if wrong and any(isinstance(value, LRScheduler) for value in args):
                 raise PlanError(
                     f"accelerator.num_processes was {min(wrong)}, the dp of the plan of activate(), but this plan does "

@@ -32,16 +32,16 @@ def check_launch(accelerator: Accelerator) -> None:
     launched = world_size()
     if accelerator.state.num_processes == launched:
         return
-    said = f"{launched} processes were launched, but this Accelerator has {accelerator.state.num_processes}: "
+    counts = f"{launched} processes were launched, but this Accelerator has {accelerator.state.num_processes}: "
     earlier = (
         "a PartialState was made before the Accelerator without cpu=True, which makes each process a program of "
         "its own, and every later Accelerator shares it. Write PartialState(cpu=True) there, or make the Accelerator "
         "before anything that makes one (PartialState(), TrainingArguments(), accelerate.logging)"
     )
     if _is_set("ACCELERATE_USE_CPU"):  # the Accelerator asked for the CPU, so another PartialState came first
-        raise PlanError(said + earlier)
+        raise PlanError(counts + earlier)
     raise PlanError(
-        f"{said}without a GPU, Accelerator() makes each process a program of its own, without a warning. Use "
+        f"{counts}without a GPU, Accelerator() makes each process a program of its own, without a warning. Use "
         "Accelerator(cpu=True), or set ACCELERATE_USE_CPU=true as `meshwright launch` does. If it has cpu=True "
         f"already, {earlier}"
     )
@@ -63,9 +63,9 @@ def check_settings(accelerator: Accelerator, plan: ParallelPlan) -> None:
     fsdp = getattr(state, "fsdp_plugin", None)
     if fsdp is not None or _is_set("ACCELERATE_USE_FSDP"):
         strategy = getattr(fsdp, "sharding_strategy", None) or getattr(fsdp, "reshard_after_forward", None)
-        said = f"FullyShardedDataParallelPlugin({strategy or ''})"
+        plugin = f"FullyShardedDataParallelPlugin({strategy or ''})"
         raise PlanError(
-            f"{said} wants to shard the model over {accelerator.state.num_processes} processes, but the plan says "
+            f"{plugin} wants to shard the model over {accelerator.state.num_processes} processes, but the plan says "
             f"dp={plan.dp}, tp={plan.tp}, zero_stage={plan.zero_stage}; leave the plugin (ACCELERATE_USE_FSDP) out, "
             "and set what is sharded over dp with ParallelPlan(zero_stage=...)"
         )
@@ -79,9 +79,9 @@ def check_settings(accelerator: Accelerator, plan: ParallelPlan) -> None:
         )
     megatron = getattr(state, "megatron_lm_plugin", None)
     if megatron is not None or _is_set("ACCELERATE_USE_MEGATRON_LM"):
-        said = f"tp_degree={megatron.tp_degree}, pp_degree={megatron.pp_degree}" if megatron is not None else ""
+        degrees = f"tp_degree={megatron.tp_degree}, pp_degree={megatron.pp_degree}" if megatron is not None else ""
         raise PlanError(
-            f"MegatronLMPlugin({said}) makes Megatron-LM the engine, but the plan says tp={plan.tp}, pp={plan.pp}; "
+            f"MegatronLMPlugin({degrees}) makes Megatron-LM the engine, but the plan says tp={plan.tp}, pp={plan.pp}; "
             "leave the plugin (ACCELERATE_USE_MEGATRON_LM) out"
         )
     if (sizes := accelerator.parallelism_config) is not None:

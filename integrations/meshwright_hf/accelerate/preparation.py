@@ -175,9 +175,9 @@ def _distribute(accelerator: Accelerator, given: _Objects, config: ToDistributed
         plan = _pick_plan(accelerator, model, given.optimizer, loaders, config)
     check_settings(accelerator, plan)
     if given.schedulers:
-        is_told = isinstance(accelerator, PlannedAccelerator)
-        read = accelerator.told_processes if is_told else {int(accelerator.num_processes)}
-        check_num_processes(read, plan.dp, warns=not is_told)
+        is_planned = isinstance(accelerator, PlannedAccelerator)
+        read = accelerator.read_counts if is_planned else {int(accelerator.num_processes)}
+        check_num_processes(read, plan.dp, warns=not is_planned)
     for loader in loaders:
         check_loader(loader, plan.dp, config.loader, is_global=accelerator.split_batches)
     if runtime is None and accelerator.device_placement and not any(p.is_meta for p in model.parameters()):

@@ -237,7 +237,7 @@ def save_progress(accelerator: Accelerator, directory: str | os.PathLike[str]) -
     for model, optimizer in _pairs(accelerator):
         mw.save_optimizer(model, optimizer, os.path.join(_folder(accelerator._models, model, directory), "optimizer"))
     watches = [runtime_of(model).features.find(Watch) for model in planned_models(accelerator)]
-    said = {
+    progress = {
         "loaders": [loader.place() for loader in _loaders(accelerator)],
         "dropout": [_streams(model).state_dict() for model in planned_models(accelerator)],
         "step": accelerator.step,
@@ -248,29 +248,29 @@ def save_progress(accelerator: Accelerator, directory: str | os.PathLike[str]) -
     }
 
     def write() -> None:
-        (Path(directory) / PROGRESS).write_text(json.dumps(said) + "\n", encoding="utf-8")
+        (Path(directory) / PROGRESS).write_text(json.dumps(progress) + "\n", encoding="utf-8")
 
     on_first_rank(write)
 
 
 def load_progress(accelerator: Accelerator, directory: str | os.PathLike[str]) -> None:
     """Restore the state that ``save_progress`` wrote, on any number of ranks."""
-    said = succeed_together(lambda: _read(accelerator, directory))
+    progress = succeed_together(lambda: _read(accelerator, directory))
     for model, optimizer in _pairs(accelerator):
         mw.load_optimizer(model, optimizer, os.path.join(_folder(accelerator._models, model, directory), "optimizer"))
-    for loader, state in zip(_loaders(accelerator), said["loaders"], strict=True):
+    for loader, state in zip(_loaders(accelerator), progress["loaders"], strict=True):
         loader.load_state_dict(state)
-    for model, state in zip(planned_models(accelerator), said["dropout"], strict=True):
+    for model, state in zip(planned_models(accelerator), progress["dropout"], strict=True):
         _streams(model).load_state_dict(state)
-    accelerator.step = said["step"]  # accelerate saves it in one file per rank, but the number of ranks may differ
-    for model, step in zip(planned_models(accelerator), said.get("shown_steps", ()), strict=False):
+    accelerator.step = progress["step"]  # accelerate saves it in one file per rank, but the number of ranks may differ
+    for model, step in zip(planned_models(accelerator), progress.get("shown_steps", ()), strict=False):
         if (watch := runtime_of(model).features.find(Watch)) is not None and step is not None:
             watch.resumed(step)
-    rows, saved_rows = _rows_of_step(accelerator), said["rows"]
-    for scheduler, batches in zip(_schedulers(accelerator), said["batches"], strict=False):
+    rows, saved_rows = _rows_of_step(accelerator), progress["rows"]
+    for scheduler, batches in zip(_schedulers(accelerator), progress["batches"], strict=False):
         if rows is not None and saved_rows is not None:
             scheduler.count_in(rows, saved_rows, batches)
-    show_loaded(directory, step=next(iter(said.get("shown_steps", ())), None), plan=said.get("plan"))
+    show_loaded(directory, step=next(iter(progress.get("shown_steps", ())), None), plan=progress.get("plan"))
 
 
 def planned_models(accelerator: Accelerator) -> list[nn.Module]:
@@ -285,18 +285,18 @@ def is_new_model(value: object) -> bool:
 
 def _read(accelerator: Accelerator, directory: str | os.PathLike[str]) -> dict[str, Any]:
     path = Path(directory) / PROGRESS
-    said = read_json(path)
-    require(said, _PROGRESS, path)
+    progress = read_json(path)
+    require(progress, _PROGRESS, path)
     for name, here in (("loaders", _loaders(accelerator)), ("dropout", planned_models(accelerator))):
-        if len(said[name]) != len(here):
+        if len(progress[name]) != len(here):
             what = "loader(s)" if name == "loaders" else "model(s)"
             raise CheckpointError(
-                f"{directory} has the state of {len(said[name])} {what}, but this Accelerator has {len(here)}; "
+                f"{directory} has the state of {len(progress[name])} {what}, but this Accelerator has {len(here)}; "
                 "prepare the same objects in the same order"
             )
-    for loader, state in zip(_loaders(accelerator), said["loaders"], strict=True):
+    for loader, state in zip(_loaders(accelerator), progress["loaders"], strict=True):
         loader.inner.check_state_dict(state)
-    return dict(said)
+    return dict(progress)
 
 
 _PROGRESS = record(

@@ -107,11 +107,11 @@ class Ended:
 
     Args:
         code: the exit code of the first process that failed; 0 if none has.
-        said: lines about the failure, which the user was told.
+        reasons: lines about the failure, which the user was told.
     """
 
     code: int
-    said: tuple[str, ...] = ()
+    reasons: tuple[str, ...] = ()
 
 
 def run(job: Launch) -> Ended:
@@ -264,8 +264,8 @@ def _run(job: Launch, arguments: list[str]) -> Ended:
     with saves_noted() as last_words:
         ended = _wait(job, options)
         if ended.code:
-            ended = dataclasses.replace(ended, said=(*ended.said, *last_words(job)))
-    for line in ended.said:
+            ended = dataclasses.replace(ended, reasons=(*ended.reasons, *last_words(job)))
+    for line in ended.reasons:
         say(line)
     return ended
 
@@ -291,11 +291,11 @@ def _wait(job: Launch, options: Mapping[str, object]) -> Ended:
         after = f" after {job.max_restarts} restart(s)" if job.max_restarts and not announced else ""
         if code == PREEMPTED and job.job_id is not None:
             after = f": job {job.job_id} is preempted, and goes on when it is started again"
-        return Ended(code=code, said=(f"{how}{after}; all processes of this machine are ended",))
+        return Ended(code=code, reasons=(f"{how}{after}; all processes of this machine are ended",))
     except SignalException as error:
         _end_the_rest()
-        said = f"{error.sigval.name}; all processes of this machine are ended"
-        return Ended(code=128 + error.sigval, said=(said,))
+        reason = f"{error.sigval.name}; all processes of this machine are ended"
+        return Ended(code=128 + error.sigval, reasons=(reason,))
     except (DistError, RendezvousError) as error:
         raise PlanError(_why_not_met(job, error)) from error
     return Ended(code=0)

@@ -132,8 +132,8 @@ class EvaluationLoss:
             # A rank whose only row is a copy that does not count has weight 0.
             weights = (rows > 0).to(losses) if evaluated_rows() is not None else torch.ones_like(losses)
             ranks = torch.stack([rows, labels], dim=1)
-            is_told = self._has_warned or bool((ranks == ranks[0]).all()) or bool((losses == losses[0]).all())
-            if not is_told and self._speaks:
+            is_known = self._has_warned or bool((ranks == ranks[0]).all()) or bool((losses == losses[0]).all())
+            if not is_known and self._speaks:
                 logger.warning(
                     "%s computes its own loss, and in an evaluation the data-parallel ranks had %s. The evaluation "
                     "averages the ranks' means, so a row or label on a rank with fewer of them has a larger weight "
@@ -142,7 +142,7 @@ class EvaluationLoss:
                     "(labels != -100).sum()",
                     type(self.trainer).__name__, said_of_ranks(ranks.tolist()),
                 )  # fmt: skip
-            self._has_warned |= not is_told
+            self._has_warned |= not is_known
         total = (losses.where(weights > 0, 0) * weights).sum()
         return (total / weights.sum().clamp(min=1)).to(loss.dtype)
 

@@ -82,11 +82,11 @@ class TrainerProgress:
         path = Path(folder, PROGRESS)
         if not path.exists():
             return None
-        said = read_json(path)
-        require(said, _PROGRESS, path)
-        mesh = said["mesh"]
+        progress = read_json(path)
+        require(progress, _PROGRESS, path)
+        mesh = progress["mesh"]
         # An earlier version had no pp.
-        return TrainerProgress(**{**said, "mesh": tuple(mesh) if len(mesh) > 2 else (1, *mesh)})
+        return TrainerProgress(**{**progress, "mesh": tuple(mesh) if len(mesh) > 2 else (1, *mesh)})
 
     def draws(self) -> Tensor | None:
         """Return torch's random state when the epoch began."""
@@ -131,9 +131,9 @@ def check_trainer_state(path: Path) -> None:
         CheckpointError: if a field is unknown to this version of transformers, or of another type or range.
     """
     # Of any size, since transformers reads it whole too: a long run has logged much.
-    said = read_json(path, allowance=sys.maxsize)
+    state = read_json(path, allowance=sys.maxsize)
     known = {field.name: anything for field in fields(TrainerState)}
-    require(said, record({}, {**known, **_STATE}), path)
+    require(state, record({}, {**known, **_STATE}), path)
 
 
 _STATE = {

@@ -99,7 +99,7 @@ class MeshwrightTrainerMixin(CheckpointMixin):
         self._arguments: dict[str, Any] | None = None  # those from which the optimizer was made, until training begins
         check_arguments(arguments_of(args, kwargs))
         if kwargs.get("callbacks"):
-            kwargs["callbacks"] = [_told(callback) for callback in kwargs["callbacks"]]
+            kwargs["callbacks"] = [_marked(callback) for callback in kwargs["callbacks"]]
         super().__init__(*args, **kwargs)
         check_trainer(self)
         save_together_on_sigterm(self)
@@ -346,7 +346,7 @@ class MeshwrightTrainer(MeshwrightTrainerMixin, Trainer):
     """transformers' Trainer with a plan; see MeshwrightTrainerMixin."""
 
 
-def _told(callback: object) -> Any:
+def _marked(callback: object) -> Any:
     """Return the callback; a MeshwrightCallback is marked so that it does not warn that it cannot shard."""
     if isinstance(callback, type) and issubclass(callback, MeshwrightCallback):
         callback = callback()

@@ -137,7 +137,7 @@ def launch(
         with _script_on_stderr() if json else contextlib.nullcontext():
             ended = launcher.run(job)
     if json and ended.code:
-        print_error("launch", "\n".join(ended.said), code=ended.code, kind="ProcessFailedError")
+        print_error("launch", "\n".join(ended.reasons), code=ended.code, kind="ProcessFailedError")
     elif json:
         shown = {"plan": None if chosen is None else chosen.label, "num_processes": job.num_processes}
         shown |= {"num_machines": job.num_machines, "machine_rank": job.machine_rank, "exit_code": ended.code}

@@ -75,11 +75,11 @@ def meet(
     weights, texts = exchange_together(state)
     statements = [CallStatement(**json.loads(text)) for text in texts]
     for what in ("plan", "options"):
-        said = [getattr(statement, what) for statement in statements]
-        for rank, other in enumerate(said):
-            if other != said[0]:
+        values = [getattr(statement, what) for statement in statements]
+        for rank, other in enumerate(values):
+            if other != values[0]:
                 raise PlanError(
-                    f"the ranks were given different {what.removesuffix('s')}s; rank 0: {said[0]}, rank {rank}: "
+                    f"the ranks were given different {what.removesuffix('s')}s; rank 0: {values[0]}, rank {rank}: "
                     f"{other}. Every process must make the same call"
                 )
     return weights, statements

@@ -100,26 +100,26 @@ def _hooked_inside(structure: DecoderStructure, brought: list[str]) -> list[str]
         PlanError: on every rank, if one has hooks on all modules of torch, or inside of what routes tokens to experts,
             or if the program brought something else on another rank.
     """
-    said = [json.loads(text or '["", "", [], {}]') for text in brought]
-    of_ranks: list[set[tuple[str, ...]]] = [{tuple(one) for one in theirs} for _, _, theirs, _ in said]
+    reports = [json.loads(text or '["", "", [], {}]') for text in brought]
+    of_ranks: list[set[tuple[str, ...]]] = [{tuple(one) for one in theirs} for _, _, theirs, _ in reports]
     every_one = {one for theirs in of_ranks for one in theirs}
     if differing := sorted(one for one in every_one if not all(one in theirs for theirs in of_ranks)):
         raise PlanError(
             f"{differing[0][0]} ({differing[0][1]}) is not the same on all ranks, and each rank runs a part of it. "
             "Change it on all ranks alike, or use ParallelPlan(tp=1)"
         )
-    if routed := next((text for _, text, *_ in said if text), ""):
+    if routed := next((text for _, text, *_ in reports if text), ""):
         raise PlanError(
             f"a hook inside of a module that routes tokens to experts ({routed}) would see this rank's tokens only. "
             "Register it on the module around the experts, or use ParallelPlan(tp=1)"
         )
-    if every := next((text for text, *_ in said if text), ""):
+    if every := next((text for text, *_ in reports if text), ""):
         raise PlanError(
             f"a hook on all modules of torch ({every}) would see this rank's parts of activations, since tp cuts them. "
             "Register it on the modules that it needs: module.register_forward_hook(hook); or use ParallelPlan(tp=1)"
         )
     found: dict[str, list[str]] = {}
-    for *_, hooks_of_rank in said:
+    for *_, hooks_of_rank in reports:
         for source, of_source in hooks_of_rank.items():
             found.setdefault(source, []).extend(of_source)
     names = list(dict.fromkeys(name for own in found.values() for name in own))
@@ -137,8 +137,8 @@ def _hooked_inside(structure: DecoderStructure, brought: list[str]) -> list[str]
 
 def _share(facts: Facts, names: Iterable[str]) -> float:
     """Return the share of the decoder's weights that some modules have, in percent."""
-    own = facts.parameters_inside(*(facts.modules[name] for name in names))
-    return 100 * sum(p.numel() for p in own) / sum(p.numel() for p in facts.parameters_inside(facts.model))
+    inside = facts.parameters_inside(*(facts.modules[name] for name in names))
+    return 100 * sum(p.numel() for p in inside) / sum(p.numel() for p in facts.parameters_inside(facts.model))
 
 
 class _Brought:

@@ -96,9 +96,9 @@ def first_difference(logs: dict[str, dict[str, str]]) -> str | None:
     # Collectives that some log no longer holds cannot be compared.
     known_from = max(min((int(number) for number in log), default=1) for log in logs.values())
     for number in numbers:
-        said = {name: log.get(str(number), "nothing") for name, log in logs.items()}
-        if number >= known_from and len(set(said.values())) > 1:
-            lines = "\n".join(f"  {name}: {what}" for name, what in said.items())
+        entries = {name: log.get(str(number), "nothing") for name, log in logs.items()}
+        if number >= known_from and len(set(entries.values())) > 1:
+            lines = "\n".join(f"  {name}: {what}" for name, what in entries.items())
             return f"first difference at collective {number}:\n{lines}"
     return None
 

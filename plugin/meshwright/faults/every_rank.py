@@ -56,11 +56,11 @@ def on_every_rank(function: Callable[P, R]) -> Callable[P, R]:
 _SKIP = "skip a batch on every rank, or on none: `if mw.gather_rows(torch.tensor([skips])).any(): continue`"
 
 
-def advice(said: Mapping[str, str]) -> list[str]:
+def advice(actions: Mapping[str, str]) -> list[str]:
     """Return what to change if only some ranks are in a call that every rank must make.
 
     Args:
-        said: what each rank does, by the rank's name.
+        actions: what each rank does, by the rank's name.
 
     Example:
         >>> advice({"rank 0 (host a)": "save, in save_checkpoint()", "rank 1 (host a)": "forward pass, step 3"})
@@ -68,10 +68,10 @@ def advice(said: Mapping[str, str]) -> list[str]:
         >>> advice({"rank 0 (host a)": "gradients, step 1", "rank 1": "forward pass, step 2"})  # doctest: +ELLIPSIS
         ['rank 0 alone called backward(): skip a batch on every rank, or on none: ...']
     """
-    if any(_FAULT.search(what) for what in said.values()):
+    if any(_FAULT.search(what) for what in actions.values()):
         return []
     calls: dict[str, str | None] = {}
-    for name, what in said.items():
+    for name, what in actions.items():
         found = _CALL.search(what)
         calls[name] = found and found[found.lastindex or 0]
     if len(set(calls.values())) == 1:
@@ -202,7 +202,7 @@ class HubExchange:
         topic, alone_since = f"{self._topic}/{number}", None
         self.is_waiting = True
         try:
-            while (texts := self._link.said(topic, _LOOKS)) is None:
+            while (texts := self._link.texts_on(topic, _LOOKS)) is None:
                 if (cause := self._cause() or self._link.hub_left) is not None:
                     raise PeerFailedError(f"rank {self.rank} cannot go on with a save in the background: {cause}")
                 if not threading.main_thread().is_alive():

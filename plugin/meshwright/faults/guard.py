@@ -198,9 +198,9 @@ class Guard:
 
     def _compare(self, place: str, ranks: tuple[int, ...], *texts: str) -> dict[str, Any] | None:
         self.trace.begin(f"the comparison of the ranks' {place}")
-        return self._ask(place, ranks, self._said(place, ranks, *texts))
+        return self._ask(place, ranks, self._text(place, ranks, *texts))
 
-    def _said(self, place: str, ranks: tuple[int, ...], *texts: str) -> str:
+    def _text(self, place: str, ranks: tuple[int, ...], *texts: str) -> str:
         # Only steps of models that all of these ranks train, since some of them may have trained models of their own.
         step = sum(count for trained, count in self._steps.items() if trained.issuperset(ranks))
         parts = (place, f"step {step}", ", ".join(filter(None, texts)), self.trace.of(ranks).summary())
@@ -211,7 +211,7 @@ class Guard:
         lenient = [statement for statement in statements if statement.are_close is not None]
         if not lenient:
             return False
-        strict = self._said(place, ranks, *(s.text for s in statements if s.are_close is None))
+        strict = self._text(place, ranks, *(s.text for s in statements if s.are_close is None))
         everyone = self._exchange(ranks, [strict, *(dict(statement.details()) for statement in lenient)]).values()
         return len({text for text, *_ in everyone}) == 1 and all(
             statement.holds(details[index] for _, *details in everyone) for index, statement in enumerate(lenient)
@@ -388,8 +388,8 @@ class Guard:
         if "gone" in answer:
             self._silent += answer.get("silent", ())
             here = f"{self.name} cannot go on with {self.trace.doing} in step {self.step}"
-            said = {self.name: self.trace.doing, "the others": answer["gone"]}
-            raise self._caught.keep(PeerFailedError("\n".join([f"{here}: {answer['gone']}", *advice(said)])))
+            actions = {self.name: self.trace.doing, "the others": answer["gone"]}
+            raise self._caught.keep(PeerFailedError("\n".join([f"{here}: {answer['gone']}", *advice(actions)])))
         return None if answer.get("agreed") else answer
 
     def _explain(self, place: str, ranks: tuple[int, ...], statements: tuple[Statement, ...]) -> list[str]:
@@ -406,11 +406,11 @@ class Guard:
     def _exchange(self, ranks: tuple[int, ...], value: object) -> dict[str, Any]:
         """Return each rank's value, by the rank's name; an empty dict if not all ranks make this call."""
         # Each text contains the rank, since the referee returns only texts that differ.
-        said = json.dumps({"rank": self._rank, "said": value})
-        question = {"kind": "ask", "key": "exchange", "what": said, "note": ""}
+        message = json.dumps({"rank": self._rank, "said": value})
+        question = {"kind": "ask", "key": "exchange", "what": message, "note": ""}
         answer = self._link.ask(question, patience=GRACE, ranks=ranks) or {}
-        said = answer["differ"] if answer.get("together") else {}  # others may wait elsewhere
-        return {name: json.loads(text)["said"] for name, text in said.items()}
+        answers = answer["differ"] if answer.get("together") else {}  # others may wait elsewhere
+        return {name: json.loads(text)["said"] for name, text in answers.items()}
 
     def _diverged(self, ranks: tuple[int, ...], finding: dict[str, Any], *details: str) -> DivergenceError:
         lines = [f"ranks {list(ranks)} must do the same, but they differ:"]

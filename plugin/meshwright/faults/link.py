@@ -130,7 +130,7 @@ class Link:
             while self._exchanges and self.hub_left is None:
                 self._has_texts.wait(timeout=1.0)
 
-    def said(self, topic: str, patience: float) -> list[str] | None:
+    def texts_on(self, topic: str, patience: float) -> list[str] | None:
         """Return what all ranks have said on a topic, once, or None if that does not come within some seconds."""
         with self._has_texts:
             self._has_texts.wait_for(lambda: topic in self._texts, timeout=patience)

@@ -30,7 +30,7 @@ class Question(NamedTuple):
     since: float
 
     @property
-    def said(self) -> str:
+    def text(self) -> str:
         return f"{self.what} ({self.note})" if self.note else self.what
 
 
@@ -233,7 +233,7 @@ class Referee:
             for other in group.ranks if self._raised else ():
                 self._raised.pop(other, None)
             return [Post(group.ranks, "answer", AGREED)]
-        return self._differ({r: meeting.questions[r].said for r in group.ranks}, together=True)
+        return self._differ({r: meeting.questions[r].text for r in group.ranks}, together=True)
 
     def raised(self, rank: int, what: str) -> list[Post]:
         """Record what a rank's program may catch of its forward pass, which the others run too, or wait in."""
@@ -289,8 +289,8 @@ class Referee:
             if wishing := [r for r in circle if (at := self._meetings.of(r)) and at.key.startswith(WISH)]:
                 posts += self._passed_by(wishing)
                 continue
-            said = {rank: question.said for rank in circle if (question := self._meetings.withdraw(rank))}
-            posts += self._differ(said, together=False)
+            asked = {rank: question.text for rank in circle if (question := self._meetings.withdraw(rank))}
+            posts += self._differ(asked, together=False)
         posts += self._left_alone(now)
         for rank, member in self._members.items():
             if member.gone is None and not member.is_silent and now - member.heard > self.timeout:
@@ -406,10 +406,10 @@ class Referee:
         """Return the processes of the ranks that do not answer."""
         return [member.process for member in self._members.values() if member.gone is None and is_silent(member)]
 
-    def _differ(self, said: dict[int, str], *, together: bool) -> list[Post]:
+    def _differ(self, texts: dict[int, str], *, together: bool) -> list[Post]:
         """Return the answers to ranks that differ. ``together`` says whether they wait at the same meeting."""
-        named = {self._members[rank].name: what for rank, what in sorted(said.items())}
-        return [Post(tuple(said), "answer", {"differ": named, "together": together})]
+        named = {self._members[rank].name: what for rank, what in sorted(texts.items())}
+        return [Post(tuple(texts), "answer", {"differ": named, "together": together})]
 
     def _refuse(self, ranks: list[int], text: str) -> list[Post]:
         for rank in ranks:
@@ -427,12 +427,12 @@ class Referee:
             if sent == expected:
                 posts += [Post((to,), "answer", AGREED)] if waits else []
                 continue
-            said = {source: f"sends {sent}", to: f"receives {expected}"}
-            named = {self._members[rank].name: what for rank, what in sorted(said.items())}
+            actions = {source: f"sends {sent}", to: f"receives {expected}"}
+            named = {self._members[rank].name: what for rank, what in sorted(actions.items())}
             posts += [Post((to,), "answer", {"differ": named, "together": True})] if waits else []
-            lines = "".join(f"\n  {self._members[r].name}: {what}" for r, what in said.items())
+            lines = "".join(f"\n  {self._members[r].name}: {what}" for r, what in actions.items())
             self.first_cause = self.first_cause or f"a send and its receive differ:{lines}"
-            posts += self._notice(r for r in said if r != to or not waits)
+            posts += self._notice(r for r in actions if r != to or not waits)
         return posts
 
     def _who_did_not_come(self, meeting: Meeting, now: float) -> str:

@@ -55,9 +55,9 @@ class Hub:
         self._groups: dict[tuple[int, int], Group] = {}  # the groups that each rank has numbered
         self._received = bytearray(READ)  # what one connection has received, until the next one receives
         self._closing = ""
-        self._has_said = False
+        self._has_reported = False
         self.posted = Posted(world_size)
-        self._said: dict[str, dict[int, str]] = {}  # texts by topic and rank, until all ranks have said theirs
+        self._texts: dict[str, dict[int, str]] = {}  # texts by topic and rank, until all ranks have said theirs
         self._loop = asyncio.new_event_loop()
         _allow_open_files(4 * world_size)
         backlog = STRANGERS + 2 * world_size
@@ -204,13 +204,13 @@ class Hub:
 
     def _say(self, rank: int, topic: str, text: str) -> list[Post]:
         """Keep a rank's text; once all ranks have said theirs, send them all to each (see every_rank.py)."""
-        said = self._said.setdefault(topic, {})
-        said[rank] = text
-        if len(said) < self._world_size:
+        texts = self._texts.setdefault(topic, {})
+        texts[rank] = text
+        if len(texts) < self._world_size:
             return []
         everyone = range(self._world_size)
-        del self._said[topic]
-        return [Post(tuple(everyone), "notice", {"topic": topic, "texts": [said[other] for other in everyone]})]
+        del self._texts[topic]
+        return [Post(tuple(everyone), "notice", {"topic": topic, "texts": [texts[other] for other in everyone]})]
 
     def _rename(self, rank: int, name: str) -> list[Post]:
         self._referee.rename(rank, name)
@@ -222,10 +222,10 @@ class Hub:
     def _deliver(self, posts: list[Post], *, says_so: bool = False) -> None:
         """Send messages. With ``says_so``, or for a late rank, also print the first cause: a lost rank cannot."""
         is_news = says_so or any("late" in post.body for post in posts)
-        if is_news and not self._has_said and any("failed" in post.body for post in posts):
+        if is_news and not self._has_reported and any("failed" in post.body for post in posts):
             # At once, since a launcher ends this process as soon as it knows of the other one's end.
             tell(self._referee.first_cause)
-            self._has_said = True
+            self._has_reported = True
         for post in posts:
             text = line(post.body)
             for rank in post.ranks:

@@ -25,41 +25,41 @@ class Statement:
     advice: str = ""
     are_close: Callable[[Sequence[str]], bool] | None = None
 
-    def holds(self, said: Iterable[Mapping[str, str]]) -> bool:
+    def holds(self, reports: Iterable[Mapping[str, str]]) -> bool:
         """Return whether the ranks' details are equal enough, for a statement with ``are_close``."""
         assert self.are_close is not None
         values: dict[str, list[str]] = {}
-        for details in said:
+        for details in reports:
             for subject, value in details.items():
                 values.setdefault(subject, []).append(value)
         return all(map(self.are_close, values.values()))
 
 
-def what_differs(statements: Sequence[Statement], said: Mapping[str, Sequence[Mapping[str, str]]]) -> list[str]:
+def what_differs(statements: Sequence[Statement], reports: Mapping[str, Sequence[Mapping[str, str]]]) -> list[str]:
     """Return the lines of a message about statements that differ, each with its advice.
 
     Args:
         statements: the statements of a meeting.
-        said: the details of each of them, by the rank's name.
+        reports: the details of each of them, by the rank's name.
     """
     lines: list[str] = []
     for index, statement in enumerate(statements):
-        if found := differences({name: theirs[index] for name, theirs in said.items()}):
+        if found := differences({name: theirs[index] for name, theirs in reports.items()}):
             lines += [*found, *([statement.advice] if statement.advice else [])]
     return lines
 
 
-def differences(said: Mapping[str, Mapping[str, str]]) -> list[str]:
+def differences(reports: Mapping[str, Mapping[str, str]]) -> list[str]:
     """Return a line for each subject on which the ranks differ.
 
     Args:
-        said: the details of each rank, by the rank's name.
+        reports: the details of each rank, by the rank's name.
     """
-    subjects = dict.fromkeys(subject for details in said.values() for subject in details)
+    subjects = dict.fromkeys(subject for details in reports.values() for subject in details)
     lines = []
     for subject in subjects:
         ranks: dict[str, list[str]] = {}
-        for name, details in said.items():
+        for name, details in reports.items():
             ranks.setdefault(details.get(subject, "nothing"), []).append(name)
         if len(ranks) > 1:
             lines.append(f"{subject}: " + "; ".join(f"{value} on {', '.join(names)}" for value, names in ranks.items()))

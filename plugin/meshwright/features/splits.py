@@ -81,11 +81,11 @@ def watch_wrappers(build: Build) -> None:
 
 def separate_documents(build: Build) -> None:
     """Run mixers on each document of a packed row as a row of its own, and tell flash kernels where documents begin."""
-    documents = RowDocuments.over(build.decoder, build.mixers, is_told=build.runtime.mesh.is_first)
+    documents = RowDocuments.over(build.decoder, build.mixers, logs=build.runtime.mesh.is_first)
     if documents is not None:
         build.runtime.features.add(documents)
-    is_told, parts_tokens = build.runtime.mesh.is_first, build.context is not None
-    FlashRows.over(build.of_decoder, build.towers, is_told=is_told, parts_tokens=parts_tokens)
+    logs, parts_tokens = build.runtime.mesh.is_first, build.context is not None
+    FlashRows.over(build.of_decoder, build.towers, logs=logs, parts_tokens=parts_tokens)
 
 
 def part_features(build: Build) -> None:

@@ -64,9 +64,9 @@ def _whole_groups(build: Build) -> list[int]:
 def average_loss(build: Build) -> None:
     """Make the model's loss the mean over the global batch."""
     if build.may_couple_rows:
-        format, is_told = build.runtime.features.get(BatchFormat), build.runtime.mesh.is_first
+        format, warns = build.runtime.features.get(BatchFormat), build.runtime.mesh.is_first
         is_alike = build.draws_as_one_device
-        coupled = CoupledRows(build.decoder, build.plan, format, is_told=is_told, draws_alike=is_alike)
+        coupled = CoupledRows(build.decoder, build.plan, format, warns=warns, draws_alike=is_alike)
         add_step(build.decoder, coupled)
     if build.loss is None:
         return

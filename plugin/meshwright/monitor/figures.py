@@ -67,8 +67,8 @@ def fullest_loads(of_ranks: Sequence[Mapping[str, Sequence[int]]], ep: int) -> t
         ({'layers.0': 2.0}, 1.5)
     """
     sums: dict[str, list[int]] = {}
-    for own in of_ranks:
-        for name, counts in own.items():
+    for of_rank in of_ranks:
+        for name, counts in of_rank.items():
             sums[name] = [sum(pair) for pair in itertools.zip_longest(sums.get(name, ()), counts, fillvalue=0)]
     routed = {name: counts for name, counts in sums.items() if any(counts)}
     experts = {name: max(counts) * len(counts) / sum(counts) for name, counts in routed.items()}
@@ -217,13 +217,13 @@ def together(
         (400.0, 0.5)
     """
     of_all = list(ranks.values())
-    seconds = max(1e-9, *(own.seconds for own in of_all))
-    steps = max(1, *(own.steps for own in of_all))
-    tokens = sum(own.tokens for own in of_all) / row_copies
-    flops = sum(own.flops for own in of_all) / row_copies
+    seconds = max(1e-9, *(of_rank.seconds for of_rank in of_all))
+    steps = max(1, *(of_rank.steps for of_rank in of_all))
+    tokens = sum(of_rank.tokens for of_rank in of_all) / row_copies
+    flops = sum(of_rank.flops for of_rank in of_all) / row_copies
     slowest, behind = _straggler(ranks, steps)
     per_step = seconds / steps
-    expert_load, rank_load = fullest_loads([own.experts for own in of_all], ep)
+    expert_load, rank_load = fullest_loads([of_rank.experts for of_rank in of_all], ep)
     return Figures(
         step=step.step,
         loss=step.loss,
@@ -234,13 +234,13 @@ def together(
         tokens_per_second=tokens / seconds,
         ranks=len(ranks),
         mfu=flops / seconds / (peak_flops * len(ranks)) if peak_flops and flops else None,
-        peak={rank: own.peak for rank, own in sorted(ranks.items())},
+        peak={rank: of_rank.peak for rank, of_rank in sorted(ranks.items())},
         slowest=slowest,
         behind=behind,
-        parts={name: statistics.fmean(own.parts.get(name, 0.0) for own in of_all) for name in PARTS},
-        waited=statistics.fmean(own.waited for own in of_all) / steps,
-        busy={rank: max(0.0, own.seconds - own.waited) / steps for rank, own in sorted(ranks.items())},
-        read={rank: own.read / steps for rank, own in sorted(ranks.items())},
+        parts={name: statistics.fmean(of_rank.parts.get(name, 0.0) for of_rank in of_all) for name in PARTS},
+        waited=statistics.fmean(of_rank.waited for of_rank in of_all) / steps,
+        busy={rank: max(0.0, of_rank.seconds - of_rank.waited) / steps for rank, of_rank in sorted(ranks.items())},
+        read={rank: of_rank.read / steps for rank, of_rank in sorted(ranks.items())},
         left=None if max_steps is None else max(0, max_steps - step.step) * per_step,
         expert_load=expert_load,
         rank_load=rank_load,
@@ -252,7 +252,7 @@ def _straggler(ranks: Mapping[int, RankFigures], steps: int) -> tuple[int | None
     if len(ranks) < 2:
         return None, 0.0
     slowest = min(ranks, key=lambda rank: ranks[rank].waited)
-    others = [own.waited for rank, own in ranks.items() if rank != slowest]
+    others = [of_rank.waited for rank, of_rank in ranks.items() if rank != slowest]
     return slowest, (statistics.median(others) - ranks[slowest].waited) / steps
 
 

@@ -127,8 +127,8 @@ def _rows_of_ranks(x: Tensor, axis: Axis) -> list[int]:
         return None, json.dumps([rows, kind + (" with a gradient" if _has_gradient(x) else "")])
 
     _, texts = exchange_together(describe, group=axis.group)
-    said: list[tuple[int, str]] = [json.loads(text) for text in texts]
-    kinds = [kind for _, kind in said]
+    reports: list[tuple[int, str]] = [json.loads(text) for text in texts]
+    kinds = [kind for _, kind in reports]
     if len(set(kinds)) > 1:
         raise ValueError(
             f"{CALL} got different rows from the data-parallel ranks: "
@@ -136,7 +136,7 @@ def _rows_of_ranks(x: Tensor, axis: Axis) -> list[int]:
             "shape and dtype on all ranks, for example pad sequences to one length: "
             "tokenizer.pad(rows, padding='max_length', max_length=N)"
         )
-    return [rows for rows, _ in said]
+    return [rows for rows, _ in reports]
 
 
 def global_mean(model: nn.Module, loss: Tensor, count: Tensor | int) -> Tensor:

@@ -57,7 +57,7 @@ def watch_steps(runtime: Runtime, *, is_trusted: bool) -> None:
 class _StepWatch:
     def __init__(self, runtime: Runtime, *, is_trusted: bool):
         self._runtime, self._is_trusted = weakref.ref(runtime), is_trusted
-        self._has_warned = self._has_told = False
+        self._has_warned = self._has_logged = False
         self._window = StepWindow()
 
     def before_step(self, optimizer: Optimizer) -> None:
@@ -76,8 +76,8 @@ class _StepWatch:
         """Warn once of an optimizer that ZeRO does not shard, and of parameters that are in no distributed model."""
         stage = 0 if of.plan is None else of.plan.zero_stage
         can_shard = stage in (1, 2) and not of.gradients.has_optimizer
-        if can_shard and not self._has_told and of.gradients.are_stepped_by(optimizer):
-            self._has_told = True
+        if can_shard and not self._has_logged and of.gradients.are_stepped_by(optimizer):
+            self._has_logged = True
             if dist.get_rank() == 0:
                 logger.warning(
                     "this %s was made after the call and not passed to it, so zero_stage=%d shards nothing: each of "

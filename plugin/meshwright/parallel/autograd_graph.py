@@ -50,11 +50,11 @@ def keep_until_backward(owner: object, output: object) -> None:
 
 
 def _keep_with(node: GraphNode, owner: object) -> None:
-    kept = [owner]
+    held = [owner]
 
     def reached(_: object) -> None:
         handle.remove()
-        torch.autograd.Variable._execution_engine.queue_callback(kept.clear)
+        torch.autograd.Variable._execution_engine.queue_callback(held.clear)
 
     handle = node.register_prehook(reached)
 
@@ -127,8 +127,8 @@ def keep_node(parameter: nn.Parameter) -> None:
 
 def take_kept_node(parameter: nn.Parameter) -> Tensor | None:
     """Return a tensor whose graph has the node that :meth:`keep_node` kept, and keep the node no longer."""
-    kept: Tensor | None = parameter.__dict__.pop(_KEPT, None)
-    return kept
+    node: Tensor | None = parameter.__dict__.pop(_KEPT, None)
+    return node
 
 
 class InPass(TensorFunction):

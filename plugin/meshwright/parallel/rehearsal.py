@@ -197,14 +197,14 @@ def differs(
             trial = _Trial(part, root, RandomValues(dtype, device))
             whole, error = attempt(trial.whole)
             if not group.agree("run whole", is_well=whole is not None):
-                failure = f"it cannot be run on random values ({_said(error)})"
+                failure = f"it cannot be run on random values ({_in_words(error)})"
                 error = None  # its frames hold the tensors of the run
                 continue
             assert whole is not None
             try:
                 found = trial.difference(whole, plan, watched, sequence_parallel=sequence_parallel)
             except Exception as raised:
-                found = f"cut over tp it raises {_said(raised)}"
+                found = f"cut over tp it raises {_in_words(raised)}"
             is_equal = group.agree("compare", is_well=found is None)
             return None if is_equal else found or "on another rank it differs"
     return failure
@@ -229,12 +229,12 @@ def differs_by_tokens(
             try:
                 whole = trial.of_tokens()
             except Exception as error:
-                failure = f"it cannot be run on random values ({_said(error)})"
+                failure = f"it cannot be run on random values ({_in_words(error)})"
                 continue
             try:
                 found = max(_distance(trial.of_tokens(cut), whole[:, tokens]) for tokens, cut in parts)
             except Exception as error:
-                return f"of some of the tokens it raises {_said(error)}"
+                return f"of some of the tokens it raises {_in_words(error)}"
             return None if found <= _tolerance(dtype) else f"its output differs by {found:.0e} of its largest element"
     return failure
 
@@ -363,7 +363,7 @@ def _decoder_of(modules: dict[str, nn.Module]) -> nn.Module:
     return root
 
 
-def _said(error: Exception | None) -> str:
+def _in_words(error: Exception | None) -> str:
     return f"{type(error).__name__}: {error}"[:200]
 
 
@@ -466,10 +466,10 @@ class WatchedGroup:
         if self._is_stopped:
             return False
         number = zlib.crc32(what.encode())
-        said = torch.tensor([int(not is_well), number, -number], device=self._device)
+        report = torch.tensor([int(not is_well), number, -number], device=self._device)
         options = AllreduceOptions()
         options.reduceOp = ReduceOp.MAX  # type: ignore[assignment]  # as torch.distributed does
-        self._group.allreduce([said], options).wait()
-        failed, most, least = said.tolist()
+        self._group.allreduce([report], options).wait()
+        failed, most, least = report.tolist()
         self._is_stopped = bool(failed) or most != -least
         return not self._is_stopped

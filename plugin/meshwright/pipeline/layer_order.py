@@ -53,21 +53,21 @@ class LayerInput:
     source: int
     earliest: int
 
-    def of(self, given: dict[str, Any]) -> Any:
+    def of(self, inputs: dict[str, Any]) -> Any:
         """Return the input among a layer's arguments by name; None if the layer is not given it."""
-        value = given.get(self.name)
+        value = inputs.get(self.name)
         if self.place is None or value is None:
             return value
         return value[self.place] if self.place < len(value) else None
 
-    def put(self, given: dict[str, Any], x: Tensor) -> None:
+    def put(self, inputs: dict[str, Any], x: Tensor) -> None:
         """Set the input among a layer's arguments by name."""
         if self.place is None:
-            given[self.name] = x
+            inputs[self.name] = x
             return
-        values = list(given[self.name])
+        values = list(inputs[self.name])
         values[self.place] = x
-        given[self.name] = type(given[self.name])(values)
+        inputs[self.name] = type(inputs[self.name])(values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,9 +82,9 @@ class Returned:
     spec: TreeSpec
     values: tuple[str | None, ...]
 
-    def passed(self, hidden: Tensor, given: dict[str, Any]) -> Any:
+    def passed(self, hidden: Tensor, inputs: dict[str, Any]) -> Any:
         """Return what a layer returns that only passes on what it was given."""
-        found = [hidden if name == HIDDEN else given.get(name) if name else None for name in self.values]
+        found = [hidden if name == HIDDEN else inputs.get(name) if name else None for name in self.values]
         return tree_unflatten(found, self.spec)
 
 
@@ -140,14 +140,14 @@ class InputRecorder:
 
     def enter(self, layer: nn.Module, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Take what the next layer is given."""
-        given = arguments(inspect.signature(layer.forward), args, kwargs)
-        caches = [name for name, value in given.items() if is_cache_with_gradient(value)]
+        named_inputs = arguments(inspect.signature(layer.forward), args, kwargs)
+        caches = [name for name, value in named_inputs.items() if is_cache_with_gradient(value)]
         if caches and not self.inputs:  # later layers may get the cache in which earlier ones keep their own
             raise PlanError(
                 f"{type(layer).__name__} is given {', '.join(caches)} beside its hidden states, and this input "
                 "requires a gradient. A pipeline hands tensors from stage to stage. Use ParallelPlan(pp=1)"
             )
-        named = [(name, place, x) for name, value in given.items() for place, x in _tensors(value)]
+        named = [(name, place, x) for name, value in named_inputs.items() for place, x in _tensors(value)]
         found = [item for item in named if self._sources.layers(item[2]) and item[2] is not hidden]
         self.hidden.append(self._input(HIDDEN, None, hidden))
         self.inputs.append(tuple(self._input(*item) for item in found))
@@ -334,8 +334,8 @@ class OrderWatcher(Watcher):
         return hooked(handles)
 
     def _enter_owner(self, owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = arguments(inspect.signature(owner.forward), args, kwargs)
-        self._given = {name for name, x in given.items() if isinstance(x, Tensor) and self.sources.layers(x)}
+        inputs = arguments(inspect.signature(owner.forward), args, kwargs)
+        self._given = {name for name, x in inputs.items() if isinstance(x, Tensor) and self.sources.layers(x)}
 
     def _enter_layer(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._is_inside = True

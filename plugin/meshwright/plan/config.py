@@ -394,10 +394,10 @@ def _check_averages_over(owner: str, name: str, value: object) -> None:
 
 def _check_dims(owner: str, name: str, value: Any) -> None:
     check_type(owner, name, value, Mapping, "a dict: {'pixel_values': lambda batch: [2, 0, 1]}")
-    for key, said in (value or {}).items():
-        if not (said is None or callable(said) or type(said) is int):
+    for key, dim in (value or {}).items():
+        if not (dim is None or callable(dim) or type(dim) is int):
             raise PlanError(
-                f"{owner}.{name}[{key!r}]={said!r} must be the dim that has the rows, None if the input belongs to "
+                f"{owner}.{name}[{key!r}]={dim!r} must be the dim that has the rows, None if the input belongs to "
                 "every row, or a callable that returns how many entries along the first dim each row has"
             )
 

@@ -39,8 +39,8 @@ def unknown_field(
         kind: "field", or "argument" of a function.
     """
     text = str(name)
-    said = (elsewhere or {}).get(text.lower().replace("-", "_")) or nearest(text, known)
-    cure = "remove it" if not said else said if said.startswith("leave it out") else f"write {said}"
+    instead = (elsewhere or {}).get(text.lower().replace("-", "_")) or nearest(text, known)
+    cure = "remove it" if not instead else instead if instead.startswith("leave it out") else f"write {instead}"
     return f"{owner} has no {kind} {name!r}; {cure}. Its {kind}s are {', '.join(known)}"
 
 
@@ -121,8 +121,8 @@ def check_choice(owner: str, name: str, value: object, choices: Sequence[object]
     """Raise a PlanError unless the value equals one of the choices and has the same type as that choice."""
     if any(type(value) is type(choice) and value == choice for choice in choices):
         return
-    said = [repr(choice) for choice in choices]
-    raise PlanError(f"{owner}.{name}={value!r} must be {', '.join(said[:-1])} or {said[-1]}")
+    shown = [repr(choice) for choice in choices]
+    raise PlanError(f"{owner}.{name}={value!r} must be {', '.join(shown[:-1])} or {shown[-1]}")
 
 
 def check_type(owner: str, name: str, value: object, kinds: type | tuple[type, ...], what: str) -> None:

@@ -176,24 +176,24 @@ class HostWaitMode(TorchDispatchMode):
         self, func: OpOverload, types: object, args: _Args = (), kwargs: _Kwargs | None = None
     ) -> object:
         kwargs = kwargs or {}
-        name, given = func._schema.name, list(tensors_in((args, kwargs)))
+        name, tensors = func._schema.name, list(tensors_in((args, kwargs)))
         if func.namespace == "c10d":
-            self._collective(func, args, kwargs, given)
+            self._collective(func, args, kwargs, tensors)
             return func(*args, **kwargs)
-        masked = func._opname in ("index", "index_put_") and any(x.dtype == torch.bool for x in given[1:])
+        masked = func._opname in ("index", "index_put_") and any(x.dtype == torch.bool for x in tensors[1:])
         repeats = func._opname == "repeat_interleave" and len(args) < 4
-        if any(x.is_cuda for x in given) and (name in _READ_BY_HOST or masked or repeats):
+        if any(x.is_cuda for x in tensors) and (name in _READ_BY_HOST or masked or repeats):
             self.host_waits(func._opname)
         if self.step >= 0 and (self._pending or self._arriving) and not _is_view(func):
-            self._see_early(func, args, kwargs, given)
+            self._see_early(func, args, kwargs, tensors)
         if name in ("aten::_local_scalar_dense", "aten::equal") and isinstance(args[0], FakeTensor):
             return _value_of(args[0].dtype) if name != "aten::equal" else True  # with which a step can continue
         result = func(*args, **kwargs)
         self._see_copy(name, args, kwargs, result)
         return result
 
-    def _see_early(self, func: OpOverload, args: _Args, kwargs: _Kwargs, given: list[Tensor]) -> None:
-        used, changed = set(map(_memory_of, given)), set(map(_memory_of, _changed_by(func, args, kwargs)))
+    def _see_early(self, func: OpOverload, args: _Args, kwargs: _Kwargs, tensors: list[Tensor]) -> None:
+        used, changed = set(map(_memory_of, tensors)), set(map(_memory_of, _changed_by(func, args, kwargs)))
         # The device makes its copies in order, also those into parts of the same memory.
         is_by_host = func.namespace != "prim" and not (func._opname == "copy_" and args[1].is_cuda)
         found = ["read before its copy to the host has ended"] if is_by_host and used & self._arriving.keys() else []
@@ -217,7 +217,7 @@ class HostWaitMode(TorchDispatchMode):
         elif source.is_cuda:
             self._arriving[_memory_of(result)] = result
 
-    def _collective(self, func: OpOverload, args: _Args, kwargs: _Kwargs, given: list[Tensor]) -> None:
+    def _collective(self, func: OpOverload, args: _Args, kwargs: _Kwargs, tensors: list[Tensor]) -> None:
         if self.step < 0:
             return
         kind = func._schema.name.removeprefix("c10d::")
@@ -226,8 +226,8 @@ class HostWaitMode(TorchDispatchMode):
         assert group is not None, f"{kind} is of no process group"
         ranks = tuple(dist.get_process_group_ranks(group))
         root, peer = named.get("root_rank"), named.get("dst", named.get("src"))
-        largest = max(given, key=lambda x: x.numel(), default=None)
-        devices = tuple(sorted({x.device.type for x in given}))
+        largest = max(tensors, key=lambda x: x.numel(), default=None)
+        devices = tuple(sorted({x.device.type for x in tensors}))
         self.issued.append(
             Issued(
                 kind=kind,
@@ -238,7 +238,7 @@ class HostWaitMode(TorchDispatchMode):
                 devices=devices,
                 root=None if root is None else ranks[root],
                 peer=None if peer is None else ranks[peer],
-                is_contiguous=all(x.is_contiguous() for x in given if x.is_cuda),
+                is_contiguous=all(x.is_contiguous() for x in tensors if x.is_cuda),
                 is_agreement=devices == ("cpu",) and _is_agreement(),
             )
         )

@@ -263,7 +263,7 @@ def run_one_device(program: Program, tell: Tell) -> tuple[str, tuple[str, ...]]:
 def separate_documents(model: nn.Module) -> tuple[str, ...]:
     """Keep packed documents apart as a distributed model does; return a sentence if the stock model would not."""
     decoder = without_wrappers(model)[1]
-    if RowDocuments.over(decoder, mixers_of(decoder), is_told=False) is None:
+    if RowDocuments.over(decoder, mixers_of(decoder), logs=False) is None:
         return ()
     return (
         "Packed documents are kept apart on one device too, although the stock model lets them leak into each other in "

@@ -62,8 +62,8 @@ class FlatShard:
         self._starts = offsets[:-1]
         self._begins = [start - segment.start for start in self._starts]
         self._stepped, self.is_on_host = flat_dtype(self.dtype) if self.is_trained else self.dtype, on_host
-        kept = self.dtype if on_host else self._stepped
-        self.master = torch.zeros(segment.stop - segment.start, dtype=kept, device=device)
+        master_dtype = self.dtype if on_host else self._stepped
+        self.master = torch.zeros(segment.stop - segment.start, dtype=master_dtype, device=device)
         self.stand_in = torch.full((), torch.nan, dtype=self.dtype, device=device)
         self._stand_ins = [self.stand_in.expand(shape) for shape in shapes]
         self.is_lent = self.is_guarded = False

@@ -132,7 +132,7 @@ class RowDocuments:
     Args:
         model: the model, whose mixers get a step each.
         mixers: the mixers, by name.
-        is_told: whether this process says that documents are kept apart.
+        logs: whether this process says that documents are kept apart.
 
     Attributes:
         replay: what keeps the documents for layers that backward runs again; None if nothing does.
@@ -140,18 +140,18 @@ class RowDocuments:
 
     replay: Replay | None = None
 
-    def __init__(self, model: nn.Module, mixers: Mapping[str, nn.Module], *, is_told: bool):
+    def __init__(self, model: nn.Module, mixers: Mapping[str, nn.Module], *, logs: bool):
         self.now: Documents | None = None
-        self.mixers, self._is_told, self._is_known = mixers, is_told, False
+        self.mixers, self._logs, self._is_known = mixers, logs, False
         self._checked: set[str] = set()  # the attentions whose masks have been looked at
         self._name = type(model).__name__
 
     @classmethod
-    def over(cls, model: nn.Module, mixers: Mapping[str, nn.Module], *, is_told: bool) -> RowDocuments | None:
+    def over(cls, model: nn.Module, mixers: Mapping[str, nn.Module], *, logs: bool) -> RowDocuments | None:
         """Add the steps to a model and its mixers; return None if attention alone mixes its tokens."""
         if not (mixers or keeps_states(model)):
             return None
-        documents = cls(model, mixers, is_told=is_told)
+        documents = cls(model, mixers, logs=logs)
         add_step(model, FindDocuments(model, documents))
         for name, mixer in mixers.items():
             add_step(mixer, DocumentsAsRows(name, documents))
@@ -211,7 +211,7 @@ class RowDocuments:
                     f"tokens inside of an attention, so the documents would leak into each other. {_CURE}"
                 )
         self._is_known = True
-        if self._is_told:
+        if self._logs:
             logger.warning(
                 "the rows have several documents, which the stock %s lets leak into each other in %d modules such as "
                 "%s. They are kept apart here: each document is a row of its own there, so the numbers are those of "

@@ -91,28 +91,28 @@ class FlashRows(BatchStep):
 
     Args:
         model: the model.
-        is_told: whether this process says that documents are kept apart.
+        logs: whether this process says that documents are kept apart.
         parts_tokens: whether a rank has a part of the tokens of a row, so that attention cannot read positions. Some
             models make their masks without positions, too.
     """
 
     order = StepOrder.BORDERS
 
-    def __init__(self, model: nn.Module, *, is_told: bool, parts_tokens: bool):
+    def __init__(self, model: nn.Module, *, logs: bool, parts_tokens: bool):
         super().__init__(model)
         self.now: Documents | None = None
         self._parts_tokens = parts_tokens
-        self._is_told, self._checked = is_told, set[str]()
+        self._logs, self._checked = logs, set[str]()
         self._takes_any = any(x.kind is x.VAR_KEYWORD for x in self.signature.parameters.values())
 
     @classmethod
-    def over(cls, facts: Facts, towers: Collection[nn.Module], *, is_told: bool, parts_tokens: bool) -> None:
+    def over(cls, facts: Facts, towers: Collection[nn.Module], *, logs: bool, parts_tokens: bool) -> None:
         """Add the step to a model that calls a flash attention package.
 
         Args:
             facts: what the model shows.
             towers: its towers, whose tokens are not those of the documents.
-            is_told: see the class.
+            logs: see the class.
             parts_tokens: see the class.
         """
         model = facts.model
@@ -120,7 +120,7 @@ class FlashRows(BatchStep):
         inside = {module for tower in beside for module in facts.inside(tower)}
         if flash_implementation(module for module in facts.names if module not in inside) is None:
             return
-        step = cls(model, is_told=is_told, parts_tokens=parts_tokens)
+        step = cls(model, logs=logs, parts_tokens=parts_tokens)
         add_step(model, step)
         for tower in beside:  # some models pass all options of a call on to their towers
             tower.register_forward_pre_hook(step.without_borders, with_kwargs=True)
@@ -176,8 +176,8 @@ class FlashRows(BatchStep):
     def _borders_of(self, documents: Documents) -> dict[str, Any]:
         if not self._takes_any:
             raise self._refusal(f"{type(self.model).__name__} takes no cu_seq_lens_q")
-        if self._is_told and documents.rows > 1:
-            self._is_told = False
+        if self._logs and documents.rows > 1:
+            self._logs = False
             logger.warning(
                 "the rows have several documents, which the stock %s lets see each other under flash attention if a "
                 "call has several rows. They are kept apart here, as in calls of one row each",

@@ -124,14 +124,14 @@ class LossGradients:
         for number, value in self._read():
             found[number] = found.get(number, 0.0) + value
         digits = 7 if self._tolerance == _TOLERANCE else 13  # two more than are compared
-        said = {number: f"{value:.{digits}g}" for number, value in found.items()}
-        distinct = set(said.values())
-        text = "" if not said else f"gradient of the loss {min(distinct)}"
+        rounded = {number: f"{value:.{digits}g}" for number, value in found.items()}
+        distinct = set(rounded.values())
+        text = "" if not rounded else f"gradient of the loss {min(distinct)}"
         if len(distinct) > 1:
-            text = f"gradients of {len(said)} losses {zlib.crc32(repr(sorted(said.items())).encode()):08x}"
+            text = f"gradients of {len(rounded)} losses {zlib.crc32(repr(sorted(rounded.items())).encode()):08x}"
         return Statement(
             text=text,
-            details=lambda: {f"gradient of loss {number}": value for number, value in said.items()},
+            details=lambda: {f"gradient of loss {number}": value for number, value in rounded.items()},
             advice=ADVICE,
             are_close=functools.partial(_are_close, tolerance=self._tolerance),
         )

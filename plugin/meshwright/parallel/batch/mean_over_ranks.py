@@ -45,7 +45,7 @@ class BatchSlices:
         self._batch: object = None  # of which the last forward pass had some rows; None if it had all, or others
         self._compared: object = None  # the batch of the counts
         self._counts: list[Callable[[], Any]] = []
-        self._has_told = False
+        self._has_warned = False
 
     def enter_pass(self, batch: object) -> None:
         """Record that a forward pass has some rows of a batch; None if it has all, or those of no batch."""
@@ -53,7 +53,7 @@ class BatchSlices:
 
     def see(self, counts: Tensor) -> None:
         """See the counts of a mean over rows of several ranks, one row for each rank."""
-        if self._batch is None or self._has_told or len(counts) == 1:
+        if self._batch is None or self._has_warned or len(counts) == 1:
             return
         if self._batch is not self._compared:
             self._compare()
@@ -66,7 +66,7 @@ class BatchSlices:
         """Compare the parts of a batch. Those on a device are read when the next batch begins."""
         read = [count() for count in self._counts]
         first, other = read[:1], [count for count in read if count != read[0]][:1]
-        self._has_told |= bool(other)
+        self._has_warned |= bool(other)
         if other and is_first_rank():
             logger.warning(
                 "the program calls the model with parts of a loader's batch and takes a mean over each of them, of "

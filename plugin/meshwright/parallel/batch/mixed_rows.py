@@ -230,10 +230,10 @@ class FixedInputs:
             same = {name for name, (_, values) in before.items() if name in found and _is_same(found[name], values)}
             others = ((x, self._starts.get(name)) for name, x in schema.tensors.items() if name not in same)
             if any(start is not None and not _is_same(_start(x), start) for x, start in others):
-                told = {name for name in same if self._is_shown(name, found[name], before[name][0])}
-                for name in told:
+                shown = {name for name in same if self._is_shown(name, found[name], before[name][0])}
+                for name in shown:
                     self._tell(name, schema.rows)
-                self._before = {name: (found[name], before[name][1]) for name in same - told}
+                self._before = {name: (found[name], before[name][1]) for name in same - shown}
         self._left = self._left if self._before else 0
 
     def _is_shown(self, name: str, x: Tensor, before: Tensor) -> bool:

@@ -98,8 +98,8 @@ class BatchSchema:
 
     def towers_of_rows(self) -> str:
         """Return, for each kind of items, a digit for each row that says whether the row has some."""
-        said = {kind: [int(x.has_some(i, i + 1)) for i in range(self.rows)] for kind, x in self.items.items()}
-        return ", ".join(f"{kind} {''.join(map(str, rows))}" for kind, rows in said.items())
+        present = {kind: [int(x.has_some(i, i + 1)) for i in range(self.rows)] for kind, x in self.items.items()}
+        return ", ".join(f"{kind} {''.join(map(str, rows))}" for kind, rows in present.items())
 
     @functools.cached_property
     def items(self) -> dict[str, Items]:
@@ -272,18 +272,18 @@ class BatchSchema:
 
     def _described(self, name: str, x: Any) -> RowDim | None:
         """Return where the rows begin in an argument that the program has described."""
-        said, rows = self.format.dims[name], self.rows
-        if said is None:
+        dim, rows = self.format.dims[name], self.rows
+        if dim is None:
             return None
-        if isinstance(said, int):
+        if isinstance(dim, int):
             sizes = x.shape if isinstance(x, Tensor) else (len(x),)
-            if not -len(sizes) <= said < len(sizes) or sizes[said] != rows:
+            if not -len(sizes) <= dim < len(sizes) or sizes[dim] != rows:
                 raise PlanError(
-                    f"ToDistributedConfig(batch_dims={{{name!r}: {said}}}) names the dim of {name} that has the rows, "
+                    f"ToDistributedConfig(batch_dims={{{name!r}: {dim}}}) names the dim of {name} that has the rows, "
                     f"but its shape is {tuple(sizes)} in a batch of {rows} rows"
                 )
-            return said % len(sizes), range(rows + 1)
-        counts = [int(n) for n in said(self.batch)]
+            return dim % len(sizes), range(rows + 1)
+        counts = [int(n) for n in dim(self.batch)]
         if len(counts) != rows or sum(counts) != len(x) or min(counts, default=0) < 0:
             raise PlanError(
                 f"the function of ToDistributedConfig(batch_dims={{{name!r}: ...}}) must return how many entries of "

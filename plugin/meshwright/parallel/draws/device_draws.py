@@ -224,7 +224,7 @@ class DeviceDraws:
         self._sites = DrawSites(wholes)
         self._is_known = True
         streams.is_on = not is_on
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
         self._state: str | None = None  # before the last pass
         self._moment, self._rows = "", 0
         self._meetings: dict[str, int] = {}
@@ -440,8 +440,8 @@ class DeviceDraws:
         self.is_on, self._streams.is_on = False, True
 
     def _tell_once(self, about: str, text: str, *values: object) -> None:
-        if about not in self._told:
-            self._told.add(about)
+        if about not in self._logged:
+            self._logged.add(about)
             logger.warning(text, *values)  # perhaps on this rank alone; equal texts are printed once
 
 

@@ -66,15 +66,15 @@ class CoupledRows(BatchStep):
         model: the model.
         plan: the plan, which splits the rows.
         format: what the inputs of the model mean.
-        is_told: whether this rank gives the warning.
+        warns: whether this rank gives the warning.
         draws_alike: whether the ranks draw what one device draws.
     """
 
     def __init__(
-        self, model: nn.Module, plan: ParallelPlan, format: BatchFormat, *, is_told: bool, draws_alike: bool = False
+        self, model: nn.Module, plan: ParallelPlan, format: BatchFormat, *, warns: bool, draws_alike: bool = False
     ):
         super().__init__(model)
-        self.plan, self.format, self.is_told, self.draws_alike = plan, format, is_told, draws_alike
+        self.plan, self.format, self.warns, self.draws_alike = plan, format, warns, draws_alike
         self._tried: set[frozenset[tuple[str, bool]]] = set()
 
     def __call__(self, *args: object, **kwargs: object) -> object:
@@ -145,7 +145,7 @@ class CoupledRows(BatchStep):
         return is_wide and not any(float8_layers(self.model))
 
     def _tell_of_draws(self) -> None:
-        if self.is_told and not self.draws_alike:
+        if self.warns and not self.draws_alike:
             logger.warning(
                 "the forward of %s draws random numbers, and the ranks of dp=%d draw others than one device, so the "
                 "losses are not those of one device, but as good. To compare the two, pass the numbers to the model, "
@@ -154,7 +154,7 @@ class CoupledRows(BatchStep):
             )  # fmt: skip
 
     def _tell_of_no_trial(self) -> None:
-        if self.is_told:
+        if self.warns:
             logger.warning(
                 "the loss of %s could not be computed for the same rows twice, so it is not known whether it is a mean "
                 "over rows, as the average over the ranks of dp=%d must be",
@@ -162,7 +162,7 @@ class CoupledRows(BatchStep):
             )  # fmt: skip
 
     def _tell_of_rounding(self, loss: Tensor) -> None:
-        if self.is_told:
+        if self.warns:
             logger.warning(
                 "the loss of %s is %.4g, of which rounding hides whether it compares rows with each other: such a loss "
                 "is not the average of the losses of the ranks of dp=%d. To find out, run one pass in float32, or "

@@ -58,7 +58,7 @@ class UnevenBatches:
         self._has_weights = False  # whether that is a sum of weights
         self._is_left_out = False  # whether the loss of the last pass is of all rows
         self._earlier: Callable[[], list[list[float]]] | None = None
-        self._pairs = _PairedRows(dp, is_told=dp.rank == 0 and tp.rank == 0)
+        self._pairs = _PairedRows(dp, warns=dp.rank == 0 and tp.rank == 0)
         if self.is_on:
             _observers.add(self)
             _show_losses()
@@ -212,12 +212,12 @@ class _PairedRows:
 
     Args:
         dp: the axis whose ranks have different rows.
-        is_told: whether this rank warns.
+        warns: whether this rank warns.
     """
 
-    def __init__(self, dp: Axis, *, is_told: bool):
+    def __init__(self, dp: Axis, *, warns: bool):
         self._dp = dp
-        self._is_open = is_told and dp.size > 1
+        self._is_open = warns and dp.size > 1
         self._evidence = 0.0
 
     def see(self, node: Any) -> None:

@@ -66,9 +66,9 @@ class WholeHooks:
         of_tokens = {module for part in parts for module in inside(part)} if region is not None else set()
         self.modules = (self.entries | of_tokens | self.inside) - set(structure.embeddings)
         self._blocks = {block.module for block in structure.blocks}
-        self.head, self._has_told = structure.head, False
+        self.head, self._has_logged = structure.head, False
         self._places: dict[str, str] = {}
-        self.kept: Callable[[str, object], None] | None = None  # takes what hooks see of outputs
+        self.keep_output: Callable[[str, object], None] | None = None  # takes what hooks see of outputs
 
     @property
     def statements(self) -> tuple[Statement, ...]:
@@ -106,8 +106,8 @@ class WholeHooks:
                     "the plan has cut the module over tp. Register it before to_distributed, which then keeps the "
                     "block around it whole, with register_full_backward_hook for gradients; or use ParallelPlan(tp=1)"
                 )
-            if not self._has_told and is_first_rank() and self.region is not None:
-                self._has_told = True
+            if not self._has_logged and is_first_rank() and self.region is not None:
+                self._has_logged = True
                 logger.info(
                     "the hook on %s (%s), and any others in the layers, get all tokens: each call of a hook gathers "
                     "what its module gets and returns over the %d ranks of tp, in forward and in backward",
@@ -117,13 +117,13 @@ class WholeHooks:
             hooks[key] = kind(self, hooks[key], name, is_entry=module in self.entries, is_block=module in self._blocks)
 
     # What hooks get and return, between whole and in part.
-    def whole(self, given: Any) -> Any:
+    def whole(self, values: Any) -> Any:
         """Return the same with all tokens of the tensors that have this rank's."""
-        return given if self.region is None else tree_map_only(Tensor, self._gathered, given)
+        return values if self.region is None else tree_map_only(Tensor, self._gathered, values)
 
-    def own(self, given: Any) -> Any:
+    def own(self, values: Any) -> Any:
         """Return the same with this rank's tokens of the tensors that have all."""
-        return given if self.region is None else tree_map_only(Tensor, self._split, given)
+        return values if self.region is None else tree_map_only(Tensor, self._split, values)
 
     def _gathered(self, x: Tensor) -> Tensor:
         assert self.region is not None
@@ -138,11 +138,11 @@ class WholeHooks:
         sequence = self.region.sequence
         return _is_hidden(x) and sequence.is_local(x.shape[1]) and not sequence.is_kept_whole(x)
 
-    def has_parts(self, given: Any) -> bool:
+    def has_parts(self, values: Any) -> bool:
         """Return whether some of the tensors have this rank's tokens."""
         if self.region is None or not self.region.is_open():
             return False
-        return any(isinstance(x, Tensor) and self._is_local(x) for x in tree_leaves(given))
+        return any(isinstance(x, Tensor) and self._is_local(x) for x in tree_leaves(values))
 
 
 class _WholeHook:
@@ -152,20 +152,20 @@ class _WholeHook:
         self.hooks, self.hook, self.name, self.is_entry, self.is_block = hooks, hook, name, is_entry, is_block
         self.of_program = hook
 
-    def __call__(self, module: nn.Module, *given: Any) -> Any:
+    def __call__(self, module: nn.Module, *values: Any) -> Any:
         resume = pause_compiling()
         try:
-            return self.run(module, *given)
+            return self.run(module, *values)
         finally:
             resume()
 
-    def run(self, module: nn.Module, *given: Any) -> Any:
+    def run(self, module: nn.Module, *values: Any) -> Any:
         raise NotImplementedError
 
-    def _require_known(self, given: Any, *, is_input: bool = False) -> None:
+    def _require_known(self, values: Any, *, is_input: bool = False) -> None:
         """Raise if a hook gets an activation of which it is not known how ranks share it."""
         region = self.hooks.region
-        tensors = [x for x in tree_leaves(given) if isinstance(x, Tensor) and x.is_floating_point()]
+        tensors = [x for x in tree_leaves(values) if isinstance(x, Tensor) and x.is_floating_point()]
         is_of_heads = self.is_block and not is_input and any(x.ndim > 3 for x in tensors)  # masks are inputs
         if is_of_heads or (region is not None and region.is_open() and tensors and not any(map(_is_hidden, tensors))):
             shapes = ", ".join(str(tuple(x.shape)) for x in tensors)
@@ -177,11 +177,11 @@ class _WholeHook:
 
 
 class _PreHook(_WholeHook):
-    def run(self, module: nn.Module, *given: Any) -> Any:
-        self._require_known(given, is_input=True)
-        if not self.hooks.has_parts(given):
-            return self.hook(module, *given)
-        whole = self.hooks.whole(given)
+    def run(self, module: nn.Module, *values: Any) -> Any:
+        self._require_known(values, is_input=True)
+        if not self.hooks.has_parts(values):
+            return self.hook(module, *values)
+        whole = self.hooks.whole(values)
         result = self.hook(module, *whole)
         if result is None:  # the graph passes what the hook has seen, which may have hooks of its own
             result = whole if len(whole) > 1 else whole[0]
@@ -189,26 +189,26 @@ class _PreHook(_WholeHook):
 
 
 class _ForwardHook(_WholeHook):
-    def run(self, module: nn.Module, *given: Any) -> Any:
-        self._require_known(given[-1])
-        if not self.hooks.has_parts(given):
-            return self.hook(module, *given)
-        whole = self.hooks.whole(given)
-        if self.hooks.kept is not None:
-            self.hooks.kept(self.name, whole[-1])
+    def run(self, module: nn.Module, *values: Any) -> Any:
+        self._require_known(values[-1])
+        if not self.hooks.has_parts(values):
+            return self.hook(module, *values)
+        whole = self.hooks.whole(values)
+        if self.hooks.keep_output is not None:
+            self.hooks.keep_output(self.name, whole[-1])
         result = self.hook(module, *whole)
-        if not self.hooks.has_parts(given[-1]):
+        if not self.hooks.has_parts(values[-1]):
             return result
         return self.hooks.own(whole[-1] if result is None else result)
 
 
 class _BackwardHook(_WholeHook):
-    def run(self, module: nn.Module, *given: Any) -> Any:
-        self._require_known(given)
-        is_of_tokens = self.hooks.has_parts(given[0])  # of what the hook may change
-        sums = self.is_entry and len(given) > 1 and not is_of_tokens
-        first = self._summed(given[0]) if sums else self.hooks.whole(given[0])
-        result = self.hook(module, first, *map(self.hooks.whole, given[1:]))
+    def run(self, module: nn.Module, *values: Any) -> Any:
+        self._require_known(values)
+        is_of_tokens = self.hooks.has_parts(values[0])  # of what the hook may change
+        sums = self.is_entry and len(values) > 1 and not is_of_tokens
+        first = self._summed(values[0]) if sums else self.hooks.whole(values[0])
+        result = self.hook(module, first, *map(self.hooks.whole, values[1:]))
         if sums:
             return tree_map_only(Tensor, self._once, result)
         return self.hooks.own(result) if is_of_tokens else result
@@ -300,7 +300,7 @@ class HookedModules:
         parted_ids = {id(module) for module in _parted(facts, parted)}
         self._parted = {name for name, module in self._modules if id(module) in parted_ids}
         self._hooks_seen: tuple[int, bool] | None = None
-        self._has_warned = self._has_told = self._has_named = False
+        self._has_warned = self._has_warned_of_backward = self._has_named = False
         self.returned: object = None  # what a module has returned before the program's hooks ran
         self.is_split, self.is_staged, self._is_shared = is_split, is_staged, is_shared
         self._watched: set[str] = set()
@@ -340,7 +340,7 @@ class HookedModules:
         if (hooks, trains) == self._hooks_seen:
             return
         self._hooks_seen = hooks, trains
-        if trains and (self._is_shared or self.is_split) and not self._has_told:
+        if trains and (self._is_shared or self.is_split) and not self._has_warned_of_backward:
             self._look_at_backward()
         found = {name: module for name, module in self._modules if has_foreign_hooks(module)}
         if trains and not self._has_warned and (parted := next((name for name in found if name in self._parted), None)):
@@ -353,7 +353,7 @@ class HookedModules:
                 if self.is_staged:
                     module.register_forward_hook(functools.partial(self._name_observer, name))
         if self.whole is not None:
-            self.whole.kept = self.add_output if self.is_split and not self.is_staged else None
+            self.whole.keep_output = self.add_output if self.is_split and not self.is_staged else None
             for name, module in self._modules:
                 self.whole.take(name, module)
 
@@ -370,7 +370,7 @@ class HookedModules:
         for name, module in self._modules:
             for hook in (*module._backward_hooks.values(), *module._backward_pre_hooks.values()):
                 if is_of_program(hook):
-                    self._has_told = True
+                    self._has_warned_of_backward = True
                     logger.warning(_SHARED, name, source_of(getattr(hook, "of_program", hook)))
                     return
 

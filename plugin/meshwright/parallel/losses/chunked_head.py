@@ -110,24 +110,24 @@ def step_of(
     if func in _FLOAT and not rest and not kwargs:
         return Cast(dtype, torch.float32)
     if func is Tensor.to:
-        given = [*rest, *kwargs.values()]
-        if len(given) == 1 and set(kwargs) <= {"dtype"} and isinstance(given[0], torch.dtype):
-            return Cast(dtype, given[0]) if given[0].is_floating_point else None
+        options = [*rest, *kwargs.values()]
+        if len(options) == 1 and set(kwargs) <= {"dtype"} and isinstance(options[0], torch.dtype):
+            return Cast(dtype, options[0]) if options[0].is_floating_point else None
     return None
 
 
 def run(steps: Sequence[LogitStep], x: Tensor) -> tuple[Tensor, list[Tensor | None]]:
     """Apply steps to logits, which are overwritten; return the result and what backward needs."""
-    kept = []
+    saves = []
     for step in steps:
         x, saved = step.forward(x)
-        kept.append(saved)
-    return x, kept
+        saves.append(saved)
+    return x, saves
 
 
-def run_backward(steps: Sequence[LogitStep], grad: Tensor, kept: list[Tensor | None]) -> Tensor:
+def run_backward(steps: Sequence[LogitStep], grad: Tensor, saves: list[Tensor | None]) -> Tensor:
     """Return the gradient of the logits before the steps, given that of their result, which is overwritten."""
-    for step, saved in zip(reversed(steps), reversed(kept), strict=True):
+    for step, saved in zip(reversed(steps), reversed(saves), strict=True):
         grad = step.backward(grad, saved)
     return grad
 
@@ -184,10 +184,10 @@ class ChunkedHeadLoss(TensorFunction):
         factor: Tensor | None,
         loss: ChunkedLoss,
     ) -> Tensor:
-        given = (hidden_ND, weight_WD, bias_W)
-        ctx.dtypes = [x.dtype if isinstance(x, Tensor) else None for x in given]
+        inputs = (hidden_ND, weight_WD, bias_W)
+        ctx.dtypes = [x.dtype if isinstance(x, Tensor) else None for x in inputs]
         with torch.autocast(hidden_ND.device.type, enabled=False):
-            head = _Head(*given, ctx.needs_input_grad, loss)
+            head = _Head(*inputs, ctx.needs_input_grad, loss)
             total = head.loss(targets_N, factor)
         ctx.save_for_backward(*head.finished(weight_WD.dtype if factor is not None else None))
         return total
@@ -241,7 +241,7 @@ class _Head:
             rows = slice(first, min(first + self.chunk, num_tokens))
             hidden = hidden_ND[rows].detach().to(what.dtype)
             scores = what.kernel.forward(hidden, self.weight_WD, self.bias_W, out=logits[: len(hidden)])
-            final, kept = run(what.steps, scores)
+            final, saves = run(what.steps, scores)
             wide = at_least_float32(final)
             losses_N, softmax = exponentials_(wide, targets_N[rows], what.words)
             losses.append(losses_N.sum())
@@ -251,8 +251,8 @@ class _Head:
             gradient_(wide, softmax, what.words, factor)
             grad = final if wide is final else final.copy_(wide)
             del wide, final  # of logits that were cast, the gradient is cast back
-            grad = run_backward(what.steps, grad, kept)
-            del kept
+            grad = run_backward(what.steps, grad, saves)
+            del saves
             self.add(rows, grad, hidden)
             del grad
         return torch.stack(losses).sum() if losses else hidden_ND.new_zeros((), dtype=_wide(what.dtype))

@@ -37,17 +37,17 @@ class Images:
     """The images that a tower is called with.
 
     Args:
-        given: the arguments of the call, by name.
+        inputs: the arguments of the call, by name.
         rows: the number of rows that each image has in the pixels: 1, or its number of patches.
         cuts: for each argument that is cut, where its part of each image begins, and where the last one ends.
     """
 
-    given: dict[str, Any]
+    inputs: dict[str, Any]
     rows: Sequence[int]
     cuts: dict[str, Sequence[int]]
 
     @staticmethod
-    def of(given: dict[str, Any]) -> Images | None:
+    def of(inputs: dict[str, Any]) -> Images | None:
         """Return the images of a call; None if it has not a part for each image in all of its tensors.
 
         ::
@@ -55,7 +55,7 @@ class Images:
             [images, channels, ...]                       images of one size
             [patches, ...] beside sizes [images, 3]       patches of images of any size, in time, height and width
         """
-        tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
+        tensors = {name: x for name, x in inputs.items() if isinstance(x, Tensor)}
         pixels = next((x for x in tensors.values() if x.is_floating_point() and x.ndim > 1), None)
         if pixels is None:
             return None
@@ -70,11 +70,11 @@ class Images:
         ends = {len(rows): range(len(rows) + 1), len(pixels): [0, *accumulate(rows)]}
         if any(x.ndim == 0 or len(x) not in ends for x in tensors.values()):
             return None
-        return Images(given, rows, {name: ends[len(x)] for name, x in tensors.items()})
+        return Images(inputs, rows, {name: ends[len(x)] for name, x in tensors.items()})
 
     def part(self, low: int, high: int) -> dict[str, Any]:
         """Return the arguments of a call with the images from ``low`` to ``high - 1``."""
-        return {**self.given, **{name: self.given[name][at[low] : at[high]] for name, at in self.cuts.items()}}
+        return {**self.inputs, **{name: self.inputs[name][at[low] : at[high]] for name, at in self.cuts.items()}}
 
 
 def shares_towers(plan: ParallelPlan, engine: str | None) -> bool:
@@ -104,18 +104,18 @@ class SharedTower(ChainStep):
         self._is_shared: dict[bool, bool] = {}  # in training, and in evaluation
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        given = arguments(self.signature, args, kwargs)
+        inputs = arguments(self.signature, args, kwargs)
         if not self.has_own_tokens:
-            given = tree_map_only(Tensor, lambda x: share(x, self.axis) if x.requires_grad else x, given)
-        images, mode = Images.of(given), self.tower.training
+            inputs = tree_map_only(Tensor, lambda x: share(x, self.axis) if x.requires_grad else x, inputs)
+        images, mode = Images.of(inputs), self.tower.training
         if images is not None and len(images.rows) > 1:
             if self._is_shared.get(mode):
                 return self._run(images)
             if mode not in self._is_shared:
-                whole = self.method(**given)
+                whole = self.method(**inputs)
                 self._is_shared[mode] = self._agrees(images, whole)
                 return self._counted_once(whole)
-        return self._counted_once(self.method(**given))
+        return self._counted_once(self.method(**inputs))
 
     def _run(self, images: Images) -> object:
         size, count = self.axis.size, len(images.rows)
