@@ -21,7 +21,7 @@ import meshwright as mw
 from meshwright.checkpoint.one_device.weight_files import WeightFiles
 from support.construction import distribute, make
 from support.kills import STRIDE, counted, fingerprint, plain_names, try_faults
-from support.tiers import crossing, crossings, nightly
+from support.tiers import crossings, nightly
 
 SHARDED = {"max_shard_size": "20KB"}
 SAVES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -147,7 +147,7 @@ def optimizer_fails(folder: Path, kind: str, rank: int, every: int) -> tuple[int
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("every", [nightly(STRIDE), 4], ids=["many steps", "some steps"])
-@pytest.mark.parametrize(("kind", "rank"), [("kill", 0), ("full", 1), crossing("kill", 1), crossing("full", 0)])
+@pytest.mark.parametrize(("kind", "rank"), [("kill", 0), crossing("full", 1), nightly("kill", 1), nightly("full", 0)])
 def test_an_optimizer_is_the_old_or_the_new(kind: str, rank: int, every: int, pool2: Any, tmp_path: Path) -> None:
     results = pool2.run(optimizer_fails, tmp_path / "optimizer", kind, rank, every, timeout=900)
     counted(results, f"optimizer, {kind} of rank {rank}")

@@ -450,7 +450,7 @@ def emitted(folder: Path, *options: str) -> Any:
     return CliRunner().invoke(app, ["plan", *common, *options])
 
 
-def test_a_configuration_for_plain_accelerate(script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_configuration_for_plain_accelerate(script: Path, tmp_path: Path, preloaded_python: Path) -> None:
     """Run by the very line that its comment gives."""
     plan = tmp_path / "plan.yaml"
     done = emitted(tmp_path, "--gpus", "2", "--gpu", "cpu", "--save", str(plan))
@@ -458,7 +458,7 @@ def test_a_configuration_for_plain_accelerate(script: Path, tmp_path: Path, monk
     (tmp_path / "accelerate.yaml").write_text(done.output)
     line = next(line for line in done.output.splitlines() if "accelerate launch" in line).lstrip("# ")
     line = line.replace("THIS_FILE", "accelerate.yaml").replace("train.py", script.name)
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    path = os.pathsep.join([str(preloaded_python.parent), os.environ["PATH"]])
     run = subprocess.run(line, shell=True, cwd=tmp_path, env={**os.environ, "PATH": path}, capture_output=True,
                          text=True, timeout=120)  # fmt: skip
     assert run.returncode == 0, run.stderr

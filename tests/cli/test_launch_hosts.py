@@ -133,7 +133,7 @@ def test_a_job_goes_on_with_the_machine_that_is_left(tmp_path: Path, preloaded_p
     environment.pop("GLOO_SOCKET_IFNAME", None)
     command = f"{preloaded_python} -m meshwright.cli launch --cpu --dp 2 --tp 2 --num_machines 1:2 --max-restarts 3"
     with two_hosts() as hosts, contextlib.chdir(tmp_path):
-        options = ["--start_timeout", "20", "--main_process_ip", hosts[0].address]
+        options = ["--start_timeout", "10", "--main_process_ip", hosts[0].address]
         logs = [tmp_path / f"{host.name}.log" for host in hosts]
         launchers = [
             host.start([*command.split(), *options, "--machine_rank", str(rank), "train.py"], logs[rank], environment)

@@ -93,7 +93,7 @@ def test_a_script_that_hangs_ends_however_it_was_started(start: str, place: str,
     victim = PLACES.index(place) % 2
     # Ranks end one another by their parent and environment, which are other ones in processes that were only forked.
     python = sys.executable if place in ("before the call", "stop") else str(preloaded_python)
-    ended = run_script(start, place, victim, python, patience=240.0)
+    ended = run_script(start, place, victim, str(preloaded_python), python, patience=240.0)
     said = flat(ended.output)
     assert all(ended.codes) and ended.after < IN_TIME + (TORCHRUN_ENDS if start == "torchrun" else 0), ended
     assert re.search(rf"rank {victim} \(host [^)]*\)|for rank {victim}, which did not come to the set-up", said), said

@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 import subprocess
 import threading
 from pathlib import Path
@@ -216,6 +217,25 @@ def test_a_preloaded_program_ends_as_python_would(end: str, code: int, preloaded
     program = f"import os, sys; print('torch' in sys.modules, flush=True); {end}"
     ended = subprocess.run([preloaded_python, "-c", program], capture_output=True, text=True, timeout=60)
     assert (ended.stdout, ended.returncode) == ("True\n", code)
+
+
+STARTS_OTHERS = """
+import multiprocessing, os, signal, subprocess, sys
+signal.signal(signal.SIGUSR1, lambda *_: os._exit(7))
+code = "import sys; sys.exit(8 if 'torch' in sys.modules else 9)"
+spawned = multiprocessing.get_context("spawn").Process(target=exec, args=(code,))
+spawned.start()
+spawned.join()
+print(spawned.exitcode, subprocess.run([sys.executable, "-c", code]).returncode, flush=True)
+signal.pause()
+"""
+
+
+def test_a_preloaded_program_hears_signals_and_starts_preloaded_ones(preloaded_python: Path):
+    with subprocess.Popen([preloaded_python, "-c", STARTS_OTHERS], stdout=subprocess.PIPE, text=True) as program:
+        assert program.stdout.readline() == "8 8\n"
+        program.send_signal(signal.SIGUSR1)
+        assert program.wait(60) == 7
 
 
 def test_a_worker_that_dies_is_reported_with_its_last_words(pool):

@@ -152,14 +152,15 @@ class Ended:
 STARTS = ("torchrun", "launch", "plain")
 
 
-def run_script(start: str, place: str, victim: int, python: str, patience: float) -> Ended:
+def run_script(start: str, place: str, victim: int, launcher: str, python: str, patience: float) -> Ended:
     """Start this file on two ranks, by torchrun, by ``meshwright launch`` or as plain processes, until all have ended.
 
     Args:
         start: one of ``STARTS``.
         place: where the rank hangs.
         victim: the rank that hangs.
-        python: the command that runs Python.
+        launcher: the command that runs Python for the launcher.
+        python: the command that runs Python for the ranks.
         patience: seconds, after which what has not ended is killed.
     """
     script = [os.path.abspath(__file__), place, str(victim)]
@@ -168,16 +169,15 @@ def run_script(start: str, place: str, victim: int, python: str, patience: float
     reads, writes = os.pipe()
 
     def begin(*command: str, **more: str) -> subprocess.Popen[bytes]:
-        environment = {**os.environ, **path, **more}
-        return subprocess.Popen([python, *command], env=environment, stdout=writes, stderr=writes)
+        return subprocess.Popen(command, env={**os.environ, **path, **more}, stdout=writes, stderr=writes)
 
     if start == "torchrun":
-        started = [begin("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *script)]
+        started = [begin(launcher, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *script)]
     elif start == "launch":
-        started = [begin("-m", "meshwright.cli", "launch", "--cpu", "--dp", "2", *script)]
+        started = [begin(launcher, "-m", "meshwright.cli", "launch", "--cpu", "--dp", "2", *script)]
     else:
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-        started = [begin(*script, RANK=str(rank), LOCAL_RANK=str(rank), **address) for rank in range(2)]
+        started = [begin(python, *script, RANK=str(rank), LOCAL_RANK=str(rank), **address) for rank in range(2)]
     os.close(writes)
     output, begun, ended = b"", time.monotonic(), 0.0
     with open(reads, "rb", buffering=0) as pipe:

@@ -245,8 +245,8 @@ def test_a_process_that_fails_or_hangs_ends_all() -> None:
         mw.verify(broken, TP)
     with pytest.raises(mw.VerificationError, match=r"(?s)rank 1 of 2 failed.*rank 1 has no memory left"):
         mw.verify(failing_rank, TP)
-    with pytest.raises(mw.VerificationError, match=r"(?s)did not answer within 10 s.*in sleeping"):
-        mw.verify(sleeping, TP, timeout=10)
+    with pytest.raises(mw.VerificationError, match=r"(?s)did not answer within 5 s.*in sleeping"):
+        mw.verify(sleeping, TP, timeout=5)
 
 
 def test_inside_a_launch_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
