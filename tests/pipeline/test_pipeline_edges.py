@@ -396,6 +396,27 @@ def test_save_pretrained_writes_the_model_of_one_device(pool2: Any, tmp_path: Pa
     assert loaded.keys() == expected.keys() and all(torch.equal(loaded[name], expected[name]) for name in loaded)
 
 
+def which_have_gradients(plan: dict[str, Any] | None) -> list[list[bool]]:
+    """Of each parameter, whether it has a gradient: after a pass, another one, clearing, and a third pass."""
+    model: Any = build("llama", num_hidden_layers=4)
+    for layer in model.model.layers:
+        layer.unused = torch.nn.Parameter(torch.zeros(3))
+    model = model if plan is None else mw.to_distributed(model, plan=mw.ParallelPlan(**plan))[0]
+    found = []
+    for clears in (False, True, False):
+        model(**batch()).loss.backward()
+        found.append([p.grad is not None for p in model.parameters()])
+        if clears:
+            model.zero_grad()
+            found.append([p.grad is not None for p in model.parameters()])
+    return found
+
+
+def test_a_parameter_without_a_gradient_has_none_on_every_stage(pool2: Any) -> None:
+    of_ranks = pool2.run(which_have_gradients, PLAN)
+    assert of_ranks == [which_have_gradients(None)] * 2
+
+
 def other_batch_on_one_stage() -> None:
     model = distributed()
     model(**batch(seed=dist.get_rank()))
