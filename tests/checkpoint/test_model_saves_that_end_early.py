@@ -21,7 +21,7 @@ import meshwright as mw
 from meshwright.checkpoint.one_device.weight_files import WeightFiles
 from support.construction import distribute, make
 from support.kills import STRIDE, counted, fingerprint, plain_names, try_faults
-from support.tiers import crossings, nightly
+from support.tiers import crossing, crossings, nightly
 
 SHARDED = {"max_shard_size": "20KB"}
 SAVES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -228,11 +228,11 @@ MICRO_BATCHES: list[tuple[dict[str, Any], list[list[int]]]] = [
 ]
 
 
-def balance(plan: dict[str, Any] | None, groups: list[list[int]]) -> dict[str, Tensor]:
+def balance(plan: dict[str, Any] | None, groups: list[list[int]], name: str = BALANCED) -> dict[str, Tensor]:
     """One training pass of micro-batches of these rows and an evaluation of all of them."""
     with Float64(), wide_counts():
-        model: Any = build(BALANCED)
-        data = loader(BALANCED, rows=sum(map(len, groups)), steps=1)
+        model: Any = build(name)
+        data = loader(name, rows=sum(map(len, groups)), steps=1)
         if plan is not None:
             model, _, data = mw.to_distributed(model, None, data, plan=mw.ParallelPlan(**plan))
         batch = next(iter(data))
@@ -261,6 +261,13 @@ def test_a_load_balancing_loss_is_that_of_all_tokens(
     plan: dict[str, Any], groups: list[list[int]], request: pytest.FixtureRequest
 ) -> None:
     assert_equals_one_process(pool_for(plan, request).run(balance, plan, groups), balance(None, groups))
+
+
+@pytest.mark.crossing
+def test_a_load_balancing_loss_of_stages_with_other_layers(pool2: Any) -> None:
+    plan, groups = MICRO_BATCHES[6]
+    name = "qwen4_exp, balanced"
+    assert_equals_one_process(pool2.run(balance, plan, groups, name), balance(None, groups, name))
 
 
 def balance_locally(plan: dict[str, Any], groups: list[list[int]]) -> dict[str, Tensor]:

@@ -39,6 +39,11 @@ def distributed(plan: dict[str, Any] | None = None, family: str = "llama", **tra
     return mw.to_distributed(model, plan=mw.ParallelPlan(**(plan or PLAN)))[0].train()
 
 
+def parts_of_others(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """The parameters of other stages."""
+    return [p for p in model.parameters() if not layout_of(p).is_held]
+
+
 def batch(rows: int = 4, length: int = 10, seed: int = 0) -> dict[str, torch.Tensor]:
     ids = tokens(rows, length, seed=seed)
     return {"input_ids": ids, "labels": labels_for(ids)}
@@ -267,7 +272,13 @@ def refusals() -> dict[str, str]:
     record("torch's clipping", lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
     with torch.autocast("cpu", dtype=torch.float16):
         record("float16", lambda: model(**batch()))
-    record("read of another stage", lambda: next(p for p in model.parameters() if not layout_of(p).is_held).norm())
+    record("read of another stage", lambda: parts_of_others(model)[0].norm())
+    late = torch.optim.SGD(model.parameters(), lr=0.1)  # not passed to the call
+    model(**batch()).loss.backward()
+    late.param_groups[0]["lr"] = None
+    with pytest.raises(TypeError):
+        late.step()
+    record("read after a step that raised", lambda: parts_of_others(model)[0].norm())
     split = distributed({**PLAN, "schedule": "zb-h1"})
     split.gradient_checkpointing_enable()
     record("checkpointing", lambda: split(**batch()))
@@ -315,6 +326,7 @@ WORDS = {
     "state dict": "another pipeline stage holds model.",
     "optimizer's state dict": "the state of its own stages",
     "read of another stage": "another pipeline stage holds model.",
+    "read after a step that raised": "another pipeline stage holds model.",
     "kept activation": "Compute the loss from the model's output",
     "three micro-batches": "a multiple of 2",
     **{f"rows {n} {at}": "mw.gather_rows(x) needs all rows" for n in range(4) for at in ("at first", "later")},
@@ -394,6 +406,27 @@ def test_save_pretrained_writes_the_model_of_one_device(pool2: Any, tmp_path: Pa
     expected = pool2.run(save, str(tmp_path))[0]
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
     assert loaded.keys() == expected.keys() and all(torch.equal(loaded[name], expected[name]) for name in loaded)
+
+
+def which_have_gradients(plan: dict[str, Any] | None) -> list[list[bool]]:
+    """Of each parameter, whether it has a gradient: after a pass, another one, clearing, and a third pass."""
+    model: Any = build("llama", num_hidden_layers=4)
+    for layer in model.model.layers:
+        layer.unused = torch.nn.Parameter(torch.zeros(3))
+    model = model if plan is None else mw.to_distributed(model, plan=mw.ParallelPlan(**plan))[0]
+    found = []
+    for clears in (False, True, False):
+        model(**batch()).loss.backward()
+        found.append([p.grad is not None for p in model.parameters()])
+        if clears:
+            model.zero_grad()
+            found.append([p.grad is not None for p in model.parameters()])
+    return found
+
+
+def test_a_parameter_without_a_gradient_has_none_on_every_stage(pool2: Any) -> None:
+    of_ranks = pool2.run(which_have_gradients, PLAN)
+    assert of_ranks == [which_have_gradients(None)] * 2
 
 
 def other_batch_on_one_stage() -> None:

@@ -11,6 +11,7 @@ import transformers
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
+from conformance.families import expert_models
 from support.models import SIZES, labels_for, tokens
 
 Sample = dict[str, Tensor]
@@ -118,7 +119,12 @@ MODELS: dict[str, Callable[[], Any]] = {
 
 
 # Models of tests that name them.
-OTHERS: dict[str, Callable[[], Any]] = {"gpt_oss": gpt_oss}
+OTHERS: dict[str, Callable[[], Any]] = {
+    "gpt_oss": gpt_oss,
+    "qwen4_exp, balanced": functools.partial(
+        expert_models.build, "qwen4_exp_text", output_router_logits=True, router_aux_loss_coef=0.5
+    ),
+}
 
 
 def build(name: str) -> Any:

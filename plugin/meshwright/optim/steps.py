@@ -60,9 +60,9 @@ class _StepWatch:
         self._has_warned = self._has_logged = False
         self._window = StepWindow()
 
-    def before_step(self, optimizer: Optimizer) -> None:
+    def before_step(self, optimizer: Optimizer) -> Callable[[], None] | None:
         if (of := self._runtime()) is None or of.gradients.trained is None or of.engine is not None:
-            return
+            return None
         _look(optimizer, of, self._is_trusted)
         is_own = find_runtime(optimizer) is not None
         if of.mesh.tokens.size > 1:
@@ -70,7 +70,11 @@ class _StepWatch:
         # In a hook, what a window would show of a gradient is not the whole that the hook sees.
         is_in_hook = of.gradients.hooks is not None and of.gradients.hooks.is_running
         if of.mesh.pp.size > 1 and not is_own and not is_in_hook and of.gradients.are_stepped_by(optimizer):
+            self._window.close()  # of a step that raised, if the program has kept its error
+            self._window = StepWindow()
             self._window.open(optimizer)
+            return self._window.close
+        return None
 
     def _warn(self, optimizer: Optimizer, of: Runtime, *, is_own: bool) -> None:
         """Warn once of an optimizer that ZeRO does not shard, and of parameters that are in no distributed model."""
@@ -139,8 +143,8 @@ def _look(optimizer: Optimizer, runtime: Runtime, is_trusted: bool) -> None:
 class StepWatcher(Protocol):
     """What is told of the steps of all optimizers."""
 
-    def before_step(self, optimizer: Optimizer) -> None:
-        """Called before each step of each optimizer."""
+    def before_step(self, optimizer: Optimizer) -> Callable[[], None] | None:
+        """Called before each step of each optimizer; returns what to call too at its end if it raises."""
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Called after each step of each optimizer."""
@@ -155,10 +159,19 @@ def watch_every_step(watcher: StepWatcher) -> None:
     _watchers.append(weakref.ref(watcher))
 
 
-def _before(optimizer: Optimizer, args: object, kwargs: object) -> None:
-    for watcher in [reference() for reference in _watchers]:
-        if watcher is not None:
-            watcher.before_step(optimizer)
+class _Arguments(dict[str, Any]):
+    """The named arguments of a step, which go with its frame."""
+
+
+def _before(optimizer: Optimizer, args: object, kwargs: dict[str, Any]) -> Any:
+    watchers = [watcher for reference in _watchers if (watcher := reference()) is not None]
+    ends = [end for watcher in watchers if (end := watcher.before_step(optimizer)) is not None]
+    if not ends:
+        return None
+    given = _Arguments(kwargs)
+    for end in ends:  # torch calls no hook of a step that raises
+        weakref.finalize(given, end).atexit = False
+    return args, given
 
 
 def _after(optimizer: Optimizer, args: object, kwargs: object) -> None:

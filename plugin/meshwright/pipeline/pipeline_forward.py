@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import functools
+import itertools
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +21,7 @@ from meshwright.layout.tensor_layout import layout_of
 from meshwright.mesh.axes import Axis
 from meshwright.mesh.host_wire import waiting_for_the_gpu
 from meshwright.mesh.process_group import wire_device
-from meshwright.parallel.async_numbers import is_deferred
+from meshwright.parallel.async_numbers import is_deferred, read_later
 from meshwright.parallel.batch.items import BatchFormat
 from meshwright.parallel.batch.mixed_rows import FixedInputs
 from meshwright.parallel.batch.schema import Batch, BatchSchema, leaves
@@ -207,8 +209,7 @@ class PipelineForward(BatchStep):
         with reading_shards():  # reading a guarded parameter's property takes microseconds
             trained = [p for p in self.model.parameters() if p.requires_grad]
         parameters = [p for p in trained if layout_of(p).is_held]
-        elsewhere = [p for p in trained if not layout_of(p).is_held]
-        sums = SummedGradients(parameters, runtime.gradients.syncs, elsewhere)
+        sums = SummedGradients(parameters, runtime.gradients.syncs)
         self.outputs.start(
             gathers_logits=runtime.logits.in_training or (runtime.logits.in_evaluation and not self.model.training),
             routers=self._routers_of(batch),
@@ -226,7 +227,10 @@ class PipelineForward(BatchStep):
             run_training(step, sums, self.later)
         _, error = attempt(self.writes.finish)
         step.failure = error or step.failure  # a failure may follow from what forward has written
-        total, balance = self._share_losses(step)
+        total, balance, shown = self._share_losses(step, [sums.of(p) is not None for p in trained])
+        sums.elsewhere = [
+            (p, functools.partial(_item, shown, place)) for place, p in enumerate(trained) if not layout_of(p).is_held
+        ]
         self._remember(step)
         self._sum_ties(sums)
         loss.is_global()
@@ -251,7 +255,7 @@ class PipelineForward(BatchStep):
         step = self._step([batch], loss if has_targets else None, (), {})
         with torch.no_grad():
             run_evaluation(step)
-            total, balance = self._share_losses(step, has_any=has_targets or routers is not None)
+            total, balance, _ = self._share_losses(step, has_any=has_targets or routers is not None)
             self._remember(step)
             if has_targets:
                 loss.is_global()
@@ -334,10 +338,21 @@ class PipelineForward(BatchStep):
         return next(self.model.parameters()).dtype, autocast, first.dtype
 
     @own_collectives()
-    def _share_losses(self, step: Step, *, has_any: bool = True) -> tuple[Tensor, Tensor | None]:
-        """Return on every rank the last stage's loss, 0 without labels, and its load-balancing loss, if it has one.
+    def _share_losses(
+        self, step: Step, has_gradients: Sequence[bool] = (), *, has_any: bool = True
+    ) -> tuple[Tensor, Tensor | None, Callable[[], list[float]]]:
+        """Return on every rank what the stages have found.
 
         It is recorded whether the loss used num_items_in_batch.
+
+        Args:
+            step: the batch on its way through the stages.
+            has_gradients: whether this rank has a gradient of each trained parameter.
+            has_any: whether the last stage has a loss, or one of load balancing.
+
+        Returns:
+            The last stage's loss, 0 without labels; its load-balancing loss, if it has one; and what returns the number
+            of ranks that have a gradient of each trained parameter.
 
         Raises:
             ValueError: on every rank, if a stage has failed; on a device the other ranks see it at the next meeting.
@@ -353,7 +368,12 @@ class PipelineForward(BatchStep):
                 "num_items_in_batch, unlike in earlier steps. Build the model and call to_distributed again with the "
                 "new loss function"
             )
-        own = torch.zeros(5 + balances, dtype=torch.float64, device=device)
+        own = torch.zeros(5 + balances + len(has_gradients), dtype=torch.float64, device=device)
+        place = 5 + balances
+        for has_one, alike in itertools.groupby(has_gradients):
+            count = len(list(alike))
+            own[place : place + count].fill_(has_one)
+            place += count
         own[4].fill_(step.failure is not None)
         if pp.rank == last:
             found = [(5, self.outputs.balance)] * balances + [(0, step.total)]
@@ -368,6 +388,7 @@ class PipelineForward(BatchStep):
             own = own.to(wire_device(device))
         dist.all_reduce(own, group=pp.group)
         self._raise_together(step, own[4])
+        shown = read_later(own[5 + balances :])
         mean.has_miscounted = own[3] != 0
         mean.check_counts()
         mean.used_items = False
@@ -380,7 +401,7 @@ class PipelineForward(BatchStep):
             self._loss_dtypes[key] = DTYPES[int(own[1])]
         with waiting_for_the_gpu():
             own = own.to(device, self._loss_dtypes.get(key))
-        return own[0], own[5] if balances else None
+        return own[0], own[5] if balances else None, shown
 
     def _raise_together(self, step: Step, failures: Tensor) -> None:
         """Raise on every rank if the number of ranks with a failure is not 0; on a device, which the host does not
@@ -407,6 +428,10 @@ class PipelineForward(BatchStep):
                     dtype = torch.promote_types(parameter.dtype, torch.float32)  # the dtype of the other stage's sum
                     own = torch.zeros(own_shape(parameter), dtype=dtype, device=parameter.device)
                 sums.put(parameter, all_reduce(own.contiguous(), tie))
+
+
+def _item(read: Callable[[], list[float]], place: int) -> bool:
+    return bool(read()[place])
 
 
 def _kind_of(batch: Batch) -> _Kind | None:

@@ -48,14 +48,15 @@ class SummedGradients:
     Args:
         parameters: the parameters that get the gradients.
         syncs: the model's synchronisers, which see only the sum.
-        elsewhere: the parameters whose gradients only other stages of a pipeline have.
+
+    Attributes:
+        elsewhere: the parameters that only other stages of a pipeline have, and what returns whether these have a
+            gradient of each.
     """
 
-    def __init__(
-        self, parameters: Iterable[nn.Parameter], syncs: Sequence[GradientSync], elsewhere: Sequence[nn.Parameter] = ()
-    ):
+    def __init__(self, parameters: Iterable[nn.Parameter], syncs: Sequence[GradientSync]):
         self.parameters = list(parameters)
-        self._elsewhere = elsewhere
+        self.elsewhere: Sequence[tuple[nn.Parameter, Callable[[], bool]]] = ()
         self.syncs = syncs
         self._sums: dict[int, Tensor] = {}
         self._storages: set[int] = set()  # memory of the sums
@@ -145,8 +146,8 @@ class SummedGradients:
 
     def _begin(self) -> None:
         """Begin the pass, on every stage of a pipeline, if hooks run at its end, also where no gradient arrives."""
-        for parameter in self._elsewhere:
-            show_elsewhere(parameter)
+        for parameter, has_gradient in self.elsewhere:
+            show_elsewhere(parameter, has_gradient)
         for sync in self.syncs[:1]:
             if sync.hooks.are_any:
                 sync.begin()

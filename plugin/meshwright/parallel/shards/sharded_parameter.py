@@ -70,7 +70,7 @@ class Shard(StandIn):
         if name == "grad" and func.__name__ == "__get__":  # torch.autograd.grad has this name too
             for shown in (_WHOLE_GRADIENT, _GRADIENT_ELSEWHERE):
                 if shown in vars(args[0]):
-                    return vars(args[0])[shown]
+                    return _shown(args[0], shown)
         if name in cls.FREE or (func.__name__ == "__get__" and name not in VALUES):
             if name.startswith("_amp_") and (watching := active_guard()) is not None:
                 watching.hint = SCALER
@@ -181,15 +181,31 @@ def guard(parameter: nn.Parameter, values: Values | None = None) -> nn.Parameter
     return parameter
 
 
-def show_elsewhere(parameter: Tensor, *, has_gradient: bool = True) -> None:
+def show_elsewhere(parameter: Tensor, has_gradient: Callable[[], bool]) -> None:
     """Let ``.grad`` say of a parameter of another pipeline stage whether it has a gradient there, as on one device.
 
     The optimizer does not see it, since the parameter is a plain one while it steps.
+
+    Args:
+        parameter: the parameter.
+        has_gradient: returns whether a pass has added to the gradient; called when the program reads it.
     """
-    vars(parameter).pop(_GRADIENT_ELSEWHERE, None)
-    if has_gradient:
+    earlier = vars(parameter).get(_GRADIENT_ELSEWHERE)
+    if not isinstance(earlier, LocalGradient):
+        either = has_gradient if earlier is None else lambda: earlier() or has_gradient()
+        parameter.__dict__[_GRADIENT_ELSEWHERE] = either
+
+
+def _shown(parameter: Tensor, name: str) -> object:
+    """Return what ``.grad`` is in place of torch's."""
+    shown = vars(parameter)[name]
+    if name == _GRADIENT_ELSEWHERE and not isinstance(shown, LocalGradient):
+        if not shown():
+            return None
         with reading_shards():
-            parameter.__dict__[_GRADIENT_ELSEWHERE] = LocalGradient.of(parameter.detach(), layout_if_any(parameter))
+            shown = LocalGradient.of(parameter.detach(), layout_if_any(parameter))
+        parameter.__dict__[name] = shown
+    return shown
 
 
 def is_shard(x: object) -> bool:
@@ -216,7 +232,9 @@ def _property(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> objec
         if _is_elsewhere(owner) and args[1].dtype == owner.dtype:
             return None
     if name == "grad" and _is_elsewhere(owner):
-        show_elsewhere(owner, has_gradient=is_set and args[1] is not None)
+        vars(owner).pop(_GRADIENT_ELSEWHERE, None)
+        if is_set and args[1] is not None:
+            show_elsewhere(owner, lambda: True)
         return None
     with reading_shards():
         result = func(*args, **kwargs)
