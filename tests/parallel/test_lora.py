@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import meshwright as mw
+from support import optimizer_files
 from support.adapters import needs_add_adapter
 from support.exact import Float64, relative_difference
 from support.models import build, labels_for, tokens
@@ -255,7 +256,8 @@ def native(plan: dict[str, Any] | None, folder: Path) -> dict[str, Tensor]:
             optimizer.zero_grad()
         model.save_pretrained(folder)
         mw.save_optimizer(model, optimizer, folder / "optimizer")
-    return {key: x for file in folder.glob("**/*.safetensors") for key, x in load_file(file).items()}
+    adapters = {key: x for file in folder.glob("*.safetensors") for key, x in load_file(file).items()}
+    return adapters | optimizer_files.contents(folder / "optimizer")[1]
 
 
 @needs_add_adapter

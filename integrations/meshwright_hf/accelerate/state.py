@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import logging
 import os
@@ -18,14 +17,14 @@ from torch import Tensor, nn
 from transformers.trainer_pt_utils import safe_globals
 
 import meshwright as mw
-from meshwright.checkpoint.files.local_disk import remove_visible_folder, restore_replaced
+from meshwright.checkpoint.files.local_disk import restore_replaced
 from meshwright.checkpoint.files.place import local_path
-from meshwright.checkpoint.files.reading import UNNAMED, Mark, read_json
+from meshwright.checkpoint.files.reading import read_json
 from meshwright.checkpoint.format.load_checkpoint import show_loaded
 from meshwright.checkpoint.format.object_states import check_state_of, check_states_of_others
 from meshwright.checkpoint.one_device.stock_optimizer import check_pickle, load_stock_optimizer, read_pickle
 from meshwright.checkpoint.sealed import NAME as SEAL
-from meshwright.checkpoint.sealed import Seal, check_seal, in_order
+from meshwright.checkpoint.sealed import SealedFolders, check_seal
 from meshwright.errors import CheckpointError
 from meshwright.faults.together import on_first_rank, succeed_together, texts_of_all
 from meshwright.optim.owners import unwrapped
@@ -36,8 +35,6 @@ from meshwright.temporarily import temporarily
 from meshwright_hf.accelerate.planned_loader import PlannedLoader, PlannedScheduler
 
 logger = logging.getLogger(__name__)
-
-_NAMED = re.compile(r"checkpoint_(\d+)")
 
 
 def folder_to_save(accelerator: Accelerator, output_dir: str | os.PathLike[str] | None) -> Path:
@@ -58,7 +55,7 @@ def folder_to_save(accelerator: Accelerator, output_dir: str | os.PathLike[str] 
         if output_dir is None:
             raise ValueError("save_state needs output_dir=, since automatic checkpoint naming is disabled")
         return local_path(os.path.expanduser(output_dir), "save_state")
-    target = _automatic(accelerator) / f"checkpoint_{accelerator.save_iteration}"
+    target = _automatic(accelerator).parent / f"checkpoint_{accelerator.save_iteration}"
     if on_first_rank(target.exists):
         raise ValueError(
             f"{target} exists; set accelerator.project_configuration.iteration to the number after the last checkpoint"
@@ -82,15 +79,10 @@ def folder_to_load(accelerator: Accelerator, input_dir: str | os.PathLike[str] |
         return folder
     if not accelerator.project_configuration.automatic_checkpoint_naming:
         raise ValueError("load_state needs input_dir=, since automatic checkpoint naming is disabled")
-    parent = _automatic(accelerator)
-    for name in on_first_rank(lambda: _newest_first(parent)):
-        try:
-            check_seal(parent / name)
-        except CheckpointError as error:
-            on_first_rank(functools.partial(logger.warning, "%s is skipped: %s", parent / name, str(error)))
-            continue
-        return parent / name
-    raise CheckpointError(f"there is no whole checkpoint in {parent}; pass the folder of a state to load_state")
+    folders = _automatic(accelerator)
+    if (newest := folders.newest_whole(check_seal)[0]) is not None:
+        return newest
+    raise CheckpointError(f"there is no whole checkpoint in {folders.parent}; pass the folder of a state to load_state")
 
 
 def remove_oldest(accelerator: Accelerator, run: str) -> None:
@@ -98,37 +90,13 @@ def remove_oldest(accelerator: Accelerator, run: str) -> None:
     project = accelerator.project_configuration
     if not project.automatic_checkpoint_naming or project.total_limit is None:
         return
-    parent, limit = _automatic(accelerator), max(project.total_limit, 1)
-
-    def remove() -> None:
-        # Those of accelerate's own class belong to no run.
-        own = [name for name in _newest_first(parent) if Mark.of(parent / name / SEAL).run in (run, UNNAMED)]
-        own.reverse()
-        newest_last = sorted(own, key=lambda name: _is_whole(parent / name))
-        for name in newest_last[:-limit]:
-            logger.info("removing the older checkpoint %s because of total_limit", parent / name)
-            remove_visible_folder(parent / name)
-
-    on_first_rank(remove)
+    folders, limit = _automatic(accelerator), max(project.total_limit, 1)
+    on_first_rank(lambda: folders.remove_oldest(limit, run, "total_limit"))
 
 
-def _automatic(accelerator: Accelerator) -> Path:
-    return local_path(accelerator.project_dir, "ProjectConfiguration.project_dir") / "checkpoints"
-
-
-def _newest_first(parent: Path) -> list[str]:
-    if not parent.is_dir():
-        return []
-    restore_replaced(parent)
-    found = in_order(path for path in parent.iterdir() if _NAMED.fullmatch(path.name) and path.is_dir())
-    return [path.name for path in reversed(found)]
-
-
-def _is_whole(folder: Path) -> bool:
-    try:
-        return not Seal.read(folder).problems(folder)
-    except CheckpointError:
-        return not (folder / SEAL).exists()  # accelerate's own has no seal
+def _automatic(accelerator: Accelerator) -> SealedFolders:
+    parent = local_path(accelerator.project_dir, "ProjectConfiguration.project_dir") / "checkpoints"
+    return SealedFolders(parent=parent, name=re.compile(r"checkpoint_\d+"))
 
 
 PROGRESS = "meshwright.json"

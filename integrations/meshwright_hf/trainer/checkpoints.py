@@ -42,6 +42,7 @@ from meshwright_hf.trainer.folders import (
     STOCK_OPTIMIZER,
     TrainerProgress,
     checkpoint_to_resume,
+    checkpoints_in,
     encoded_draws,
     is_sealed,
     load_random_state_of_first,
@@ -49,7 +50,6 @@ from meshwright_hf.trainer.folders import (
     place_in_epoch,
     random_files,
     read_random,
-    rotate,
     save_weights,
 )
 
@@ -118,8 +118,10 @@ class CheckpointMixin(StockTrainer):
             self._open = target
         else:
             self._push_what_is_due()
-        best = self.state.best_model_checkpoint
-        on_first_rank(lambda: rotate(target, self.args.save_total_limit, best, lineage.run))
+        limit, kept = self.args.save_total_limit, filter(None, (str(target), self.state.best_model_checkpoint))
+        if limit and limit > 0:
+            folders = checkpoints_in(run_dir)
+            on_first_rank(lambda: folders.remove_oldest(limit, lineage.run, "save_total_limit", [*kept]))
 
     def _name_finally(self, folder: Path, final: str) -> None:
         """Replace the hidden folder's name by the final one in the Trainer's state."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import os
 import random
 import re
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -21,14 +20,14 @@ from transformers import PreTrainedModel, TrainerState
 from transformers.trainer_pt_utils import safe_globals
 
 import meshwright as mw
-from meshwright.checkpoint.files.local_disk import remove_visible_folder, restore_replaced
+from meshwright.checkpoint.files.local_disk import restore_replaced
 from meshwright.checkpoint.files.place import local_path
-from meshwright.checkpoint.files.reading import UNNAMED, UNNUMBERED, Mark, read_json
+from meshwright.checkpoint.files.reading import read_json
 from meshwright.checkpoint.format.object_states import check_states_of_others
 from meshwright.checkpoint.one_device.stock_optimizer import check_pickle, read_pickle
 from meshwright.checkpoint.one_device.weight_files import WeightFiles
 from meshwright.checkpoint.sealed import NAME as SEAL
-from meshwright.checkpoint.sealed import Seal, check_seal, in_order, number_in
+from meshwright.checkpoint.sealed import SealedFolders, check_seal
 from meshwright.data.readers.base import MOST_EPOCHS
 from meshwright.data.shuffling import GENERATOR, decoded, encoded
 from meshwright.errors import CheckpointError
@@ -241,7 +240,10 @@ def _load_adapter(model: nn.Module, directory: str) -> None:
 
 logger = logging.getLogger(__name__)
 
-_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+
+def checkpoints_in(run_dir: str | Path) -> SealedFolders:
+    """Return the checkpoints of a run's folder."""
+    return SealedFolders(parent=Path(run_dir), name=re.compile(r"checkpoint-\d+"))
 
 
 def checkpoint_to_resume(output_dir: str, wanted: bool | str | os.PathLike[str] | None) -> str | None:
@@ -258,10 +260,10 @@ def checkpoint_to_resume(output_dir: str, wanted: bool | str | os.PathLike[str] 
         CheckpointError: if there is no whole checkpoint, or the folder is not one; it names what is wrong.
     """
     if wanted is not False and (launches := _restarted_launch()):
-        folder, _ = _newest_whole(output_dir, launches)
+        folder, _ = checkpoints_in(output_dir).newest_whole(_check, launches)
         if folder is not None:
             on_first_rank(lambda: logger.warning("restarted by the launcher: the run goes on from %s", folder))
-            return folder
+            return os.path.join(output_dir, folder.name)
     if wanted is None:
         wanted = os.environ.get(RESUME_VARIABLE)
     if wanted is None or wanted is False:
@@ -271,9 +273,9 @@ def checkpoint_to_resume(output_dir: str, wanted: bool | str | os.PathLike[str] 
         on_first_rank(lambda: restore_replaced(path.parent))
         _check(path)
         return os.fspath(wanted)
-    folder, skipped = _newest_whole(output_dir)
+    folder, skipped = checkpoints_in(output_dir).newest_whole(_check)
     if folder is not None:
-        return folder
+        return os.path.join(output_dir, folder.name)
     found = "\n  ".join(["; these are not whole:", *skipped]) if skipped else ""
     raise CheckpointError(f"there is no whole checkpoint in {output_dir} to resume from{found}")
 
@@ -281,22 +283,6 @@ def checkpoint_to_resume(output_dir: str, wanted: bool | str | os.PathLike[str] 
 def _restarted_launch() -> set[str]:
     """Return the names of the launch on its machines, if it has restarted this job; a machine may have joined later."""
     return {*texts_of_all(os.environ.get(RESTARTED_VARIABLE, ""))} - {""}
-
-
-def _newest_whole(output_dir: str, launches: Collection[str] = ()) -> tuple[str | None, list[str]]:
-    """Return the newest whole checkpoint of a folder, of any or of these launches, and what was skipped."""
-    skipped: list[str] = []
-    for name in on_first_rank(lambda: _newest_first(Path(output_dir), launches)):
-        folder = Path(output_dir, name)
-        try:
-            _check(folder)
-        except CheckpointError as error:
-            text = str(error)
-            skipped.append(f"{folder}: {text}")
-            on_first_rank(functools.partial(logger.warning, "%s is skipped: it is not whole: %s", folder, text))
-            continue
-        return os.path.join(output_dir, name), skipped
-    return None, skipped
 
 
 def is_sealed(folder: Path) -> bool:
@@ -313,29 +299,6 @@ def is_sealed(folder: Path) -> bool:
             "another checkpoint"
         )
     return False
-
-
-def rotate(newest: Path, limit: int | None, best: str | None, run: str) -> None:
-    """Remove the oldest checkpoints of a run beyond ``limit``, those that are not whole first.
-
-    Checkpoints of the stock Trainer, which belong to no run, count as this run's.
-
-    Args:
-        newest: the checkpoint that was just saved, which is never removed.
-        limit: the number to keep; None for all.
-        best: the best checkpoint, which is never removed either.
-        run: the run.
-    """
-    if not limit or limit < 0:
-        return
-    run_dir = newest.parent
-    marks = {run_dir / name: Mark.of(run_dir / name / SEAL) for name in _newest_first(run_dir)}
-    ordered = sorted((path for path, mark in marks.items() if mark.run in (run, UNNAMED)), key=_age)
-    protected = {os.path.abspath(path) for path in (newest, best) if path is not None}
-    removable = [path for path in ordered if os.path.abspath(path) not in protected]
-    for path in removable[: max(len(ordered) - max(limit, len(protected)), 0)]:
-        logger.info("removing the older checkpoint %s because of save_total_limit", path)
-        remove_visible_folder(path)
 
 
 def _check(folder: Path) -> None:
@@ -370,32 +333,3 @@ def _check_parts(folder: Path, required: tuple[str, ...]) -> None:
     check_trainer_state(folder / STATE)
     if not any((folder / name).is_file() for name in ADAPTERS):
         WeightFiles.open(folder)
-
-
-def _newest_first(run_dir: Path, launches: Collection[str] = ()) -> list[str]:
-    """Return the names of a folder's checkpoints, of any or of these launches, the one that was saved last first."""
-    if not run_dir.is_dir():
-        return []
-    restore_replaced(run_dir)
-    found = [path for path in run_dir.iterdir() if _CHECKPOINT.fullmatch(path.name) and path.is_dir()]
-    if launches:
-        found = [path for path in found if not _launches(path).isdisjoint(launches)]
-    return [path.name for path in reversed(in_order(found))]
-
-
-def _launches(folder: Path) -> set[str]:
-    try:
-        return {*Seal.read(folder).launches}
-    except CheckpointError:
-        return set()
-
-
-def _age(folder: Path) -> tuple[bool, int, int]:
-    """Return a key that sorts checkpoints: those that are not whole, then by the order in which they were saved."""
-    if not (folder / SEAL).exists():  # of the stock Trainer
-        return True, UNNUMBERED, number_in(folder)
-    try:
-        seal = Seal.read(folder)
-    except CheckpointError:
-        return False, UNNUMBERED, 0
-    return not seal.problems(folder), seal.number, number_in(folder)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
+import logging
 import os
 import re
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,8 +23,15 @@ import torch.distributed as dist
 
 from meshwright.checkpoint.files import disk
 from meshwright.checkpoint.files.disk import naming_the_disk
-from meshwright.checkpoint.files.local_disk import StagedFolder, locked, seen_in_time, staged_path
-from meshwright.checkpoint.files.place import check_same
+from meshwright.checkpoint.files.local_disk import (
+    StagedFolder,
+    locked,
+    remove_visible_folder,
+    restore_replaced,
+    seen_in_time,
+    staged_path,
+)
+from meshwright.checkpoint.files.place import read_same
 from meshwright.checkpoint.files.reading import (
     FIELDS,
     LAST_TIME,
@@ -40,6 +49,8 @@ from meshwright.checkpoint.files.reading import (
 from meshwright.errors import CheckpointError, PeerFailedError
 from meshwright.faults.together import on_first_rank, raise_if_any, succeed_together, texts_of_all
 from meshwright.outside_files import LARGEST, boolean, equal, integer, listed, record, require, row, table, text, that
+
+logger = logging.getLogger(__name__)
 
 NAME = "meshwright_seal.json"
 CHUNK = 64 * 2**20  # bytes under one digest, so that the ranks can share large files
@@ -137,12 +148,86 @@ def number_in(folder: Path) -> int:
     return int(re.split("[-_]", folder.name)[-1])
 
 
+@dataclass(frozen=True, kw_only=True)
+class SealedFolders:
+    """The checkpoints in one folder whose names have a number at their end; some may be the stock program's.
+
+    Args:
+        parent: the folder.
+        name: the name of a checkpoint; the number is its last part.
+    """
+
+    parent: Path
+    name: re.Pattern[str]
+
+    def newest_first(self, launches: Collection[str] = ()) -> list[Path]:
+        """Return those of any or of these launches, the one that was saved last first."""
+        if not self.parent.is_dir():
+            return []
+        restore_replaced(self.parent)
+        found = [path for path in self.parent.iterdir() if self.name.fullmatch(path.name) and path.is_dir()]
+        if launches:
+            found = [path for path in found if (seal := _seal_of(path)) and not {*seal.launches}.isdisjoint(launches)]
+        return in_order(found)[::-1]
+
+    def newest_whole(
+        self, check: Callable[[Path], None], launches: Collection[str] = ()
+    ) -> tuple[Path | None, list[str]]:
+        """Return the newest whole one of any or of these launches, and what is wrong with those that are skipped.
+
+        Args:
+            check: function that raises a ``CheckpointError`` on every rank alike if a folder is not whole.
+            launches: the launches.
+        """
+        skipped: list[str] = []
+        for name in on_first_rank(lambda: [path.name for path in self.newest_first(launches)]):
+            folder = self.parent / name
+            try:
+                check(folder)
+            except CheckpointError as error:
+                skipped.append(f"{folder}: {error}")
+                on_first_rank(
+                    functools.partial(logger.warning, "%s is skipped: it is not whole: %s", folder, str(error))
+                )
+                continue
+            return folder, skipped
+        return None, skipped
+
+    def remove_oldest(self, limit: int, run: str, why: str, protected: Collection[str] = ()) -> None:
+        """Remove the oldest checkpoints of a run beyond ``limit``, those that are not whole first.
+
+        Args:
+            limit: how many stay.
+            run: the run; those of the stock program belong to no run, and count as this run's.
+            why: the name of the option, for the log.
+            protected: the paths of checkpoints that are never removed.
+        """
+        own = [path for path in self.newest_first() if Mark.of(path / NAME).run in (run, UNNAMED)]
+        own.sort(key=_age)
+        kept = {os.path.abspath(path) for path in protected}
+        removable = [path for path in own if os.path.abspath(path) not in kept]
+        for path in removable[: max(len(own) - max(limit, len(kept)), 0)]:
+            logger.info("removing the older checkpoint %s because of %s", path, why)
+            remove_visible_folder(path)
+
+
+def _seal_of(folder: Path) -> Seal | None:
+    try:
+        return Seal.read(folder)
+    except CheckpointError:
+        return None
+
+
+def _age(folder: Path) -> tuple[bool, int, int]:
+    """Return a key that sorts checkpoints: those that are not whole, then by the order in which they were saved."""
+    if (seal := _seal_of(folder)) is not None:
+        return not seal.problems(folder), seal.number, number_in(folder)
+    return not (folder / NAME).exists(), UNNUMBERED, number_in(folder)  # without a seal, the stock program's
+
+
 def holds_only_what_was_sealed(folder: Path) -> bool:
     """Return whether a folder has a seal, and no files but those that the seal lists."""
-    try:
-        return not (sizes_in(folder).keys() - Seal.read(folder).files)
-    except CheckpointError:
-        return False
+    return (seal := _seal_of(folder)) is not None and not (sizes_in(folder).keys() - seal.files)
 
 
 def _is_inside(name: str) -> bool:
@@ -294,26 +379,18 @@ def check_seal(folder: Path) -> None:
     """Check that every file of a sealed folder is what was saved; every rank must make the call, and reads a share.
 
     Raises:
-        CheckpointError: on every rank alike, if files are missing, truncated, changed, renamed or foreign; it names
-            the first of them.
+        CheckpointError: on every rank, if files are missing, truncated, changed, renamed or foreign; it names the
+            first of them.
     """
 
-    def compare() -> list[str]:
+    def compare() -> tuple[None, str]:
         seal = Seal.read(folder)
-        return seal.problems(folder) or damaged_chunks(folder, seal)
+        if problems := seal.problems(folder) or damaged_chunks(folder, seal):
+            shown = "; ".join(problems[:5] + ([f"and {len(problems) - 5} more"] if len(problems) > 5 else []))
+            raise CheckpointError(f"{folder} is not whole: {shown}. Load another checkpoint")
+        return None, digest_in(folder / NAME)
 
-    found, seen = [], ""
-    try:
-        found = compare()
-        seen = digest_in(folder / NAME) if not found else ""
-    except (CheckpointError, OSError) as error:
-        found = [str(error)]
-    answers = [json.loads(answer) for answer in texts_of_all(json.dumps([found, seen]))]
-    if problems := [problem for problems, _ in answers for problem in problems]:
-        problems = list(dict.fromkeys(problems))
-        shown = "; ".join(problems[:5] + ([f"and {len(problems) - 5} more"] if len(problems) > 5 else []))
-        raise CheckpointError(f"{folder} is not whole: {shown}. Load another checkpoint")
-    check_same(folder, [other for _, other in answers])
+    read_same(folder, compare)
 
 
 def damaged_chunks(folder: Path, seal: Seal) -> list[str]:

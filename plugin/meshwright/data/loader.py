@@ -27,7 +27,7 @@ from meshwright.data.global_batches import Portion, even_share
 from meshwright.data.input_placement import Placer, check_dtensors, warn_without_labels
 from meshwright.data.nested import digest, is_batch, map_tensors, signature, tensors_of, to_device
 from meshwright.data.one_length import OneLength, pads_by_rank
-from meshwright.data.peers import LoaderMesh, Peers, check_same_rows, first_ranks, timed
+from meshwright.data.peers import LoaderMesh, Peers, check_same_rows, timed
 from meshwright.data.readers.base import Position, Reader
 from meshwright.data.readers.choose import make_reader, split_reader
 from meshwright.data.readers.map_style import MapReader
@@ -166,8 +166,7 @@ class DistributedLoader:
         """Copy the first rank's generator state to all ranks, and return this loader. This is a collective call."""
         generator = self._reader.generator if isinstance(self._reader, MapReader) else None
         if generator is not None:
-            state = first_ranks(generator.get_state().view(torch.int64).tolist(), self._everyone)
-            generator.set_state(torch.tensor(state, dtype=torch.int64).view(torch.uint8))
+            generator.set_state(self._everyone.broadcast(generator.get_state()))
         return self
 
     def __iter__(self) -> Iterator[Any]:
@@ -349,7 +348,7 @@ class DistributedLoader:
             )
         if isinstance(self._reader, SplitReader):
             return own
-        worker_seed, *order = first_ranks([own.worker_seed, *own.order], self._everyone)
+        worker_seed, *order = self._everyone.broadcast([own.worker_seed, *own.order])
         return Draws(worker_seed=worker_seed, order=order)
 
     def _read_for_peers(self, draws: Draws) -> Iterator[Portion]:

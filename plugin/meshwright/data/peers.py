@@ -135,15 +135,6 @@ def check_same_rows(everyone: Peers, place: int, code: int, where: str, advice: 
             )
 
 
-def first_ranks(values: list[Any], everyone: Peers) -> list[Any]:
-    """Return the first rank's values on all ranks. A list of integers is sent as a tensor."""
-    if everyone.is_leader and all(type(value) is int and -(2**63) <= value < 2**63 for value in values):
-        received: list[Any] = everyone.broadcast(torch.tensor(values, dtype=torch.int64)).tolist()
-        return received
-    received = everyone.broadcast(values)
-    return received.tolist() if isinstance(received, Tensor) else received
-
-
 def _raised(value: object) -> Any:
     if isinstance(value, Exception):
         raise value

@@ -32,8 +32,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from meshwright.checkpoint.files import disk
-from meshwright.checkpoint.files.held_bytes import HeldBytes
-from meshwright.checkpoint.files.place import Place, place
+from meshwright.checkpoint.files.place import HeldBytes, Place, place
 from meshwright.errors import CheckpointError
 from meshwright.printable import shell_word
 

@@ -20,9 +20,8 @@ from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta
 from typing import Any
 
-from meshwright.checkpoint.files.held_bytes import HeldBytes
 from meshwright.checkpoint.files.local_disk import note_saved
-from meshwright.checkpoint.files.place import Url
+from meshwright.checkpoint.files.place import HeldBytes, Url
 from meshwright.errors import CheckpointError, RemoteError
 
 logger = logging.getLogger(__name__)

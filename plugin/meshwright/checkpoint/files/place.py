@@ -1,10 +1,14 @@
-"""Where a checkpoint is, at a path of the local disk or at a URL, and whether all ranks see the same files there."""
+"""Where a checkpoint is, at a path of the local disk or at a URL, and whether all ranks see the same files there.
+
+Also what the last request for a remote file has brought beyond what was asked for.
+"""
 
 from __future__ import annotations
 
 import os
 import re
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -45,6 +49,19 @@ class Url(str):
 
 
 Place = Path | Url
+
+
+@dataclass
+class HeldBytes:
+    """The bytes of one file that a store has sent last, which several readers of the file may share.
+
+    Args:
+        start: where they begin in the file.
+        content: the bytes.
+    """
+
+    start: int = 0
+    content: memoryview = field(default_factory=lambda: memoryview(b""))
 
 
 def place(name: str | os.PathLike[str]) -> Place:
@@ -110,14 +127,9 @@ def read_same(folder: Place, read: Callable[[], tuple[T, str]]) -> T:
         CheckpointError: on every rank, if a file is damaged on one of them, or their digests differ.
     """
     found, digests = exchange_together(read)
-    check_same(folder, digests)
-    return found
-
-
-def check_same(folder: Place, digests: list[str]) -> None:
-    """Raise a CheckpointError that names the ranks, if they have read other digests in a folder than rank 0."""
     if others := [rank for rank, other in enumerate(digests) if other != digests[0]]:
         raise CheckpointError(
             f"rank(s) {', '.join(map(str, others))} see another checkpoint in {folder} than rank 0; copy one to every "
             "host"
         )
+    return found

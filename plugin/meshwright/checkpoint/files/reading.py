@@ -25,8 +25,7 @@ from typing import Any
 from torch import nn
 
 from meshwright import outside_files
-from meshwright.checkpoint.files.held_bytes import HeldBytes
-from meshwright.checkpoint.files.place import Place
+from meshwright.checkpoint.files.place import HeldBytes, Place
 from meshwright.checkpoint.files.storage import StoredFile, storage_of
 from meshwright.compiling import without_compilation
 from meshwright.errors import CheckpointError, RemoteError

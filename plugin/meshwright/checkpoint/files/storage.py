@@ -11,10 +11,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
-from meshwright.checkpoint.files.held_bytes import HeldBytes
 from meshwright.checkpoint.files.local_disk import LocalDisk
 from meshwright.checkpoint.files.object_store import ObjectStore
-from meshwright.checkpoint.files.place import Place
+from meshwright.checkpoint.files.place import HeldBytes, Place
 
 
 class StoredEntry(Protocol):

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint.files.held_bytes import HeldBytes
-from meshwright.checkpoint.files.place import Place
+from meshwright.checkpoint.files.place import HeldBytes, Place
 from meshwright.checkpoint.files.reading import digest, parse_json, read_exactly, read_into, reading
 from meshwright.checkpoint.files.storage import storage_of
 from meshwright.checkpoint.one_device.safetensors_file import MAX_HEADER, file_header, memory_of

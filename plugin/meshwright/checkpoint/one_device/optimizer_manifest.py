@@ -78,16 +78,6 @@ class OptimizerManifest:
         del fields["weight_map"]  # where ``WeightFiles`` finds the tensors
         return OptimizerManifest(**fields)
 
-    @staticmethod
-    def of(fields: dict[str, Any], where: str) -> OptimizerManifest:
-        """Return the manifest with these fields, as JSON gives them.
-
-        Raises:
-            CheckpointError: if a field is unknown, missing, or of another type or range; it names it and ``where``.
-        """
-        require(fields, OPTIMIZER, where)
-        return OptimizerManifest(**fields)
-
 
 def _encoded(value: object, field: str) -> None:
     """Check that :func:`decode` takes a value, and gives what can be a state or an option."""

@@ -25,7 +25,6 @@ from meshwright.checkpoint.one_device.published_form import (
 from meshwright.checkpoint.one_device.safetensors_file import Form, num_bytes, read_header, read_rows
 from meshwright.checkpoint.one_device.streamed_files import (
     ModelReplacement,
-    StreamedFiles,
     WeightNames,
     index_of,
     parse_bytes,
@@ -80,19 +79,10 @@ def save_weights(model: nn.Module, directory: str | os.PathLike[str]) -> None:
         nonlocal replacement
         replacement = ModelReplacement(folder)
 
-    def finish() -> None:
-        assert written is not None and replacement is not None
-        written.close()
-        replacement.commit(WeightNames.of())
-
     try:
         on_first_rank(start)
-        written = None
-        if runtime.mesh.is_first:
-            assert replacement is not None
-            written = StreamedFiles(replacement.path, files, f"writing {folder / FILE}")
-        stream(files, lambda name: gather_full(tensors[name], runtime), written)
-        on_first_rank(finish)
+        gather = lambda name: gather_full(tensors[name], runtime)  # noqa: E731
+        stream(files, gather, replacement, WeightNames.of(), f"writing {folder / FILE}")
     finally:
         if replacement is not None:
             replacement.close()
@@ -234,14 +224,6 @@ def _save_streamed(model: nn.Module, runtime: Runtime, save_pretrained: Callable
         found = _save_rest(model, save_pretrained, {**call, "save_directory": replacement.path}, largest)
         return None if found is None else asdict(found)
 
-    def finish() -> None:
-        assert written is not None and replacement is not None
-        written.close()
-        if len(files) > 1:
-            text = index_of(files, sum(global_shape(p).numel() for p in model.parameters()))
-            (replacement.path / saved.names.index).write_text(text, encoding="utf-8")
-        replacement.commit(saved.names)
-
     try:
         fields = on_first_rank(start)
         if fields is None:
@@ -253,12 +235,10 @@ def _save_streamed(model: nn.Module, runtime: Runtime, save_pretrained: Callable
         if published is None:
             return False
         files = _files(published, saved)
-        written = None
-        if runtime.mesh.is_first:
-            assert replacement is not None
-            written = StreamedFiles(replacement.path, files, f"writing {call['save_directory']}")
-        stream(files, _gather_published(model, state, published, runtime), written)
-        on_first_rank(finish)
+        count = sum(global_shape(p).numel() for p in model.parameters())
+        index = index_of(files, count) if len(files) > 1 else None
+        gather = _gather_published(model, state, published, runtime)
+        stream(files, gather, replacement, saved.names, f"writing {call['save_directory']}", index)
         return True
     finally:
         if replacement is not None:

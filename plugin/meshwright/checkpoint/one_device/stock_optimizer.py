@@ -14,12 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from meshwright.checkpoint.one_device.optimizer_manifest import OptimizerManifest, encode, state_key
+from meshwright.checkpoint.one_device.optimizer_manifest import OPTIMIZER, OptimizerManifest, encode, state_key
 from meshwright.checkpoint.one_device.optimizer_state import IMPLEMENTATION, check_fits, restore_optimizer
 from meshwright.errors import CheckpointError
 from meshwright.faults.together import succeed_together
 from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.optim.owners import OptimizerParts, parts_of
+from meshwright.outside_files import require
 
 _ADDED = {"initial_lr"}  # options that schedulers add to a group
 
@@ -146,7 +147,7 @@ def _described(saved: Any, found: OptimizerParts, path: Path) -> tuple[Optimizer
                     f"its place in the optimizer, has {list(shape)}. Build the optimizer with the parameters in the "
                     "order in which they were saved"
                 )
-    fields = {
+    fields: dict[str, Any] = {
         "optimizer": type(found.optimizer).__name__,
         "shapes": {name: list(part.layout.shape) for name, part in found.parts.items()},
         "groups": [
@@ -163,5 +164,5 @@ def _described(saved: Any, found: OptimizerParts, path: Path) -> tuple[Optimizer
         "values": values,
         "masters": [],
     }
-    manifest = OptimizerManifest.of(fields, str(path))
-    return manifest, _WholeState(tensors)
+    require(fields, OPTIMIZER, path)
+    return OptimizerManifest(**fields), _WholeState(tensors)

@@ -22,7 +22,7 @@ from meshwright.checkpoint.files import disk
 from meshwright.checkpoint.files.disk import naming_the_disk
 from meshwright.checkpoint.files.local_disk import StagedFolder
 from meshwright.checkpoint.one_device.safetensors_file import Form, SafetensorsWriter, num_bytes
-from meshwright.faults.together import wait_for_first_rank
+from meshwright.faults.together import on_first_rank, wait_for_first_rank
 from meshwright.progress import Progress
 
 Files = Mapping[str, Mapping[str, Form]]  # file name -> its tensors, in order
@@ -134,30 +134,6 @@ class StreamedFiles:
                 writer.close()
             except OSError as error:
                 self._failure = self._failure or error
-
-
-def stream(files: Files, gather: Callable[[str], Tensor | None], written: StreamedFiles | None) -> None:
-    """Gather every tensor and write it; every rank must make the call.
-
-    Args:
-        files: the tensors of each file, the same on every rank.
-        gather: a collective that returns the whole tensor on the rank that writes.
-        written: the files to write; None on ranks that write nothing.
-    """
-    for file, names in files.items():
-        if written is not None:
-            written.open(file)
-        for name in names:
-            # In one expression, since a variable would keep this tensor in memory while the next one is gathered.
-            _hand_over(gather(name), written)
-            # Without this, ranks with nothing to send would wait in the last collective beyond its timeout.
-            wait_for_first_rank()
-
-
-def _hand_over(full: Tensor | None, written: StreamedFiles | None) -> None:
-    if written is not None:
-        assert full is not None
-        written.write(full)
 
 
 _CARD = "README.md"  # a file that save_pretrained of a PEFT model updates
@@ -275,3 +251,47 @@ class ModelReplacement:
 
 def _is_same(new: Path, old: Path) -> bool:
     return old.is_file() and old.stat().st_size == new.stat().st_size and old.read_bytes() == new.read_bytes()
+
+
+def stream(
+    files: Files,
+    gather: Callable[[str], Tensor | None],
+    replacement: ModelReplacement | None,
+    names: WeightNames,
+    title: str,
+    index: str | None = None,
+) -> None:
+    """Gather every tensor, write it, and replace a model's files; every rank must make the call.
+
+    Args:
+        files: the tensors of each file, the same on every rank.
+        gather: a collective that returns the whole tensor on the rank that writes.
+        replacement: the hidden folder; None on ranks that write nothing.
+        names: the names of the weight files.
+        title: the title of the progress bar.
+        index: the text of the index of several files.
+    """
+    written = None if replacement is None else StreamedFiles(replacement.path, files, title)
+    for file, inside in files.items():
+        if written is not None:
+            written.open(file)
+        for name in inside:
+            # In one expression, since a variable would keep this tensor in memory while the next one is gathered.
+            _hand_over(gather(name), written)
+            # Without this, ranks with nothing to send would wait in the last collective beyond its timeout.
+            wait_for_first_rank()
+
+    def finish() -> None:
+        assert written is not None and replacement is not None
+        written.close()
+        if index is not None:
+            (replacement.path / names.index).write_text(index, encoding="utf-8")
+        replacement.commit(names)
+
+    on_first_rank(finish)
+
+
+def _hand_over(full: Tensor | None, written: StreamedFiles | None) -> None:
+    if written is not None:
+        assert full is not None
+        written.write(full)

@@ -147,6 +147,20 @@ class WorkerStart:
             self._init(worker_id)
 
 
+def loader_of(
+    loader: DataLoader[Any], dataset: Dataset[Any], start: WorkerStart, generator: Generator, **batches: Any
+) -> DataLoader[Any]:
+    """Return a DataLoader with the settings of the user's that reads another dataset, in other ``batches``."""
+    return DataLoader(
+        dataset,
+        pin_memory=loader.pin_memory,
+        persistent_workers=loader.persistent_workers,
+        generator=generator,
+        **worker_options(loader) | {"worker_init_fn": start if loader.num_workers else None},
+        **batches,
+    )
+
+
 logger = logging.getLogger(__name__)
 
 
@@ -360,16 +374,14 @@ class MapReader(Reader):
         """Return the DataLoader that reads, the same one in all epochs so that its workers may persist."""
         if self._inner is None:
             loader = self._user_loader
-            options = worker_options(loader)
             self._start = WorkerStart(loader.worker_init_fn)
-            self._inner = DataLoader(
+            self._inner = loader_of(
+                loader,
                 BatchReading(loader.dataset, loader.collate_fn, self._collate, self._trial),
+                self._start,
+                self._generator,
                 batch_sampler=self._indices,
                 collate_fn=as_read,
-                pin_memory=loader.pin_memory,
-                persistent_workers=loader.persistent_workers,
-                generator=self._generator,
-                **options | {"worker_init_fn": self._start if loader.num_workers else None},
             )
         return self._inner
 

@@ -25,9 +25,8 @@ from meshwright.data.readers.base import (
     Position,
     Reader,
     StateForm,
-    worker_options,
 )
-from meshwright.data.readers.map_style import After, WorkerStart, count_tried
+from meshwright.data.readers.map_style import After, WorkerStart, count_tried, loader_of
 from meshwright.data.shards import name_of, reading
 from meshwright.data.shuffling import Draws, WorkerSeeds
 from meshwright.errors import PlanError
@@ -220,13 +219,13 @@ class WholeReader(Reader):
         """Return the user's DataLoader, changed to collate only this rank's samples."""
         loader = self._loader
         assert isinstance(loader, DataLoader)
-        options = worker_options(loader)
-        if self._num_workers:
-            start = WorkerStart(loader.worker_init_fn)
-            start.seed = self._worker_seed
-            options["worker_init_fn"] = start
-        return DataLoader(
+        start = WorkerStart(loader.worker_init_fn)
+        start.seed = self._worker_seed
+        return loader_of(
+            loader,
             dataset,
+            start,
+            self._generator,
             batch_size=loader.batch_size,
             drop_last=loader.drop_last,
             collate_fn=_CollateShare(
@@ -237,10 +236,6 @@ class WholeReader(Reader):
                 keeps_samples=self._keeps_samples,
                 has_digest=self._readers.count > 1,
             ),
-            pin_memory=loader.pin_memory,
-            generator=self._generator,
-            persistent_workers=loader.persistent_workers,
-            **options,
         )
 
     def _cut(self, batch: object) -> Portion:
