@@ -7,5 +7,5 @@ no other save has.
     storage.py       Storage, the seam              place.py       paths and URLs; do all ranks see the same files
     local_disk.py    commit by a rename             object_store.py   s3:// and all that fsspec knows: commit by a seal
     disk.py          one step that a crash can separate from the next
-    reading.py       reads with digests            held_bytes.py  what a remote request has brought beyond its range
+    reading.py       reads with digests
 """
