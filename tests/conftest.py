@@ -1,20 +1,27 @@
 """The worker pools that every distributed test of the session shares."""
 
+from __future__ import annotations
+
 import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
 from hypothesis import settings
 
-from harness import WorkerPool, preloaded
+if TYPE_CHECKING:
+    from harness import WorkerPool
+
+# torch is imported in functions: the process of ``pytest -n`` that starts the others needs none, and they wait for it.
 
 
 @pytest.fixture(scope="session")
 def pool2() -> Iterator[WorkerPool]:
     """Two ranks; they start at the first run."""
+    from harness import WorkerPool
+
     pool = WorkerPool(2)
     yield pool
     pool.close()
@@ -23,6 +30,8 @@ def pool2() -> Iterator[WorkerPool]:
 @pytest.fixture(scope="session")
 def pool4() -> Iterator[WorkerPool]:
     """Four ranks; they start at the first run."""
+    from harness import WorkerPool
+
     pool = WorkerPool(4)
     yield pool
     pool.close()
@@ -31,6 +40,8 @@ def pool4() -> Iterator[WorkerPool]:
 @pytest.fixture(scope="session")
 def preloaded_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A command that runs what python would, without the seconds of its imports; launchers start it as PYTHON_EXEC."""
+    from harness import preloaded
+
     folder = tmp_path_factory.mktemp("python")
     with preloaded.commands(folder, (), {}):
         yield folder / "python"
@@ -47,8 +58,12 @@ def pytest_configure(config: pytest.Config) -> None:
     Each process has one thread, as the ranks have that it is compared with: LAPACK, which draws orthogonal weights,
     rounds by the number of threads.
     """
-    torch.set_num_threads(1)
     worker = getattr(config, "workerinput", None)
+    if worker is None and config.getoption("numprocesses", None):
+        return  # it runs no test
+    import torch
+
+    torch.set_num_threads(1)
     if worker is None or not hasattr(os, "sched_setaffinity"):
         return
     number = int(worker["workerid"].removeprefix("gw"))
