@@ -408,7 +408,7 @@ class PipelineForward(BatchStep):
         if is_deferred(failures.device):
             raise_if_any(step.failure)
         elif has_values(failures) and failures:
-            exchange_together(lambda: (raise_if_any(step.failure), ""), group=self.runtime.mesh.pp.group)
+            exchange_together(functools.partial(_raised, step.failure), group=self.runtime.mesh.pp.group)
 
     def _sum_ties(self, sums: SummedGradients) -> None:
         """Add up the gradients of a tied weight over the stages that hold it, before they are averaged over dp."""
@@ -422,6 +422,11 @@ class PipelineForward(BatchStep):
                     dtype = torch.promote_types(parameter.dtype, torch.float32)  # the dtype of the other stage's sum
                     own = torch.zeros(own_shape(parameter), dtype=dtype, device=parameter.device)
                 sums.put(parameter, all_reduce(own.contiguous(), tie))
+
+
+def _raised(error: Exception | None) -> tuple[None, str]:
+    raise_if_any(error)
+    return None, ""
 
 
 def _item(read: Callable[[], list[float]], place: int) -> bool:

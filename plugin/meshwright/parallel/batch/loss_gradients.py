@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from meshwright.autograd import Node, TensorFunction
 from meshwright.faults.statement import Statement
 from meshwright.parallel.async_numbers import is_deferred, read_later
-from meshwright.parallel.shards.stand_in import reading_shards
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +96,8 @@ class LossGradients:
         """Return whether the running pass adds to the gradients of parameters, which are averaged over the ranks."""
         if _is_reached(_PROBE):
             return True
-        with reading_shards():  # backward(inputs=...) may name parameters
+        # backward(inputs=...) may name parameters, which are read as plain tensors.
+        with torch._C.DisableTorchFunctionSubclass():
             return any(p.requires_grad and _is_reached(p) for p in self._model.parameters())
 
     def _warn(self) -> None:
