@@ -161,6 +161,9 @@ def gradient_of_inputs(plan: dict[str, Any], loss_of: str, is_computed: bool, ho
             loss.backward()
             assert embeds.grad is not None
             return {"input": embeds.grad}
+        if how == "of weights alone":
+            loss.backward(inputs=list(model.model.layers.parameters()))
+            return gradients_of(model, plan or None)
         (gradient,) = torch.autograd.grad(loss, embeds, create_graph=how == "penalty")
         if how == "returned":
             return {"input": gradient}
@@ -171,20 +174,27 @@ def gradient_of_inputs(plan: dict[str, Any], loss_of: str, is_computed: bool, ho
 
 OF_INPUTS = [
     *itertools.product(["the model", "the program"], [False, True], ["returned", "penalty"]),
-    *itertools.product(["the model", "the program"], [False], ["backward"]),
+    *itertools.product(["the model", "the program"], [False], ["backward", "of weights alone"]),
 ]
 
 
+def possible(plan: dict[str, Any]) -> list[tuple[str, bool, str]]:
+    """The cases that a plan runs: a penalty passes no collective of tp, and weights can be named if they are whole."""
+    without = {"penalty"} if "tp" in plan else set()
+    if "tp" in plan or plan.get("zero_stage") == 3:
+        without.add("of weights alone")
+    return [case for case in OF_INPUTS if case[2] not in without]
+
+
 def gradients_of_inputs(plan: dict[str, Any]) -> list[dict[str, Tensor]]:
-    return [gradient_of_inputs(plan, *case) for case in OF_INPUTS if case[2] != "penalty" or "tp" not in plan]
+    return [gradient_of_inputs(plan, *case) for case in possible(plan)]
 
 
 @pytest.mark.parametrize("plan", crossings(PLANS, but=PLANS[:4]), ids=str)
 def test_gradients_of_inputs(plan: dict[str, Any], pool2: Any) -> None:
     """Row 21, as for a saliency: with the factor that losses carry over dp, they are twice those of one device."""
     ranks = pool2.run(gradients_of_inputs, plan)
-    cases = [case for case in OF_INPUTS if case[2] != "penalty" or "tp" not in plan]
-    for case, *actual in zip(cases, *ranks, strict=True):
+    for case, *actual in zip(possible(plan), *ranks, strict=True):
         for name, value in gradient_of_inputs({}, *case).items():
             of_ranks = [of_rank.get(name) for of_rank in actual]
             found = torch.cat(of_ranks) if name == "input" and "dp" in plan else of_ranks[0]

@@ -409,12 +409,7 @@ class PipelineForward(BatchStep):
         if is_deferred(failures.device):
             raise_if_any(step.failure)
         elif has_values(failures) and failures:
-
-            def own() -> tuple[None, str]:
-                raise_if_any(step.failure)
-                return None, ""
-
-            exchange_together(own, group=self.runtime.mesh.pp.group)
+            exchange_together(functools.partial(_raised, step.failure), group=self.runtime.mesh.pp.group)
 
     def _sum_ties(self, sums: SummedGradients) -> None:
         """Add up the gradients of a tied weight over the stages that hold it, before they are averaged over dp."""
@@ -428,6 +423,11 @@ class PipelineForward(BatchStep):
                     dtype = torch.promote_types(parameter.dtype, torch.float32)  # the dtype of the other stage's sum
                     own = torch.zeros(own_shape(parameter), dtype=dtype, device=parameter.device)
                 sums.put(parameter, all_reduce(own.contiguous(), tie))
+
+
+def _raised(error: Exception | None) -> tuple[None, str]:
+    raise_if_any(error)
+    return None, ""
 
 
 def _item(read: Callable[[], list[float]], place: int) -> bool:
