@@ -73,7 +73,7 @@ def test_search_is_deterministic() -> None:
 def test_405b_on_16384_devices_simulates_few_of_the_plans() -> None:
     found = find(HUGE, gpus=16384, batch=2048, allow_future=True)
     assert found.considered > 1000 and found.choices[0].plan.pp > 1
-    assert found.simulated < 20  # 5 of 2,335: the bounds rule out the others
+    assert found.simulated <= 20  # of 7,120: the bounds rule out the others
 
 
 def test_batches_that_exceed_a_device_are_not_weighed() -> None:
