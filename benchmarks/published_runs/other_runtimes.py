@@ -115,8 +115,8 @@ class OtherStage(Stage):
     def stepped(self) -> float:
         return 4 * self.kept(1)
 
-    def working(self) -> float:
-        return self.in_layer()
+    def attention(self) -> float:
+        return 0.0
 
     def logits(self) -> float:
         return self.whole_logits() if self.is_last else 0.0

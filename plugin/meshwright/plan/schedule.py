@@ -328,25 +328,7 @@ def receiving_stage(operation: Operation, stages: int) -> int | None:
         >>> receiving_stage(Operation(Kind.FORWARD, 2, 0), 4), receiving_stage(Operation(Kind.FORWARD, 3, 0), 4)
         (3, None)
     """
-    return _neighbour(operation, 1 if operation.kind is Kind.FORWARD else -1, stages)
-
-
-def needed_stage(operation: Operation, stages: int) -> int | None:
-    """Return the virtual stage that makes what an operation needs; None if no other stage does.
-
-    Args:
-        operation: the operation.
-        stages: number of virtual stages.
-
-    Example:
-        >>> needed_stage(Operation(Kind.FORWARD, 2, 0), 4), needed_stage(Operation(Kind.INPUT_GRAD, 2, 0), 4)
-        (1, 3)
-    """
-    return _neighbour(operation, -1 if operation.kind is Kind.FORWARD else 1, stages)
-
-
-def _neighbour(operation: Operation, step: int, stages: int) -> int | None:
-    stage = operation.stage + step
+    stage = operation.stage + (1 if operation.kind is Kind.FORWARD else -1)
     return stage if operation.kind is not Kind.WEIGHT_GRAD and 0 <= stage < stages else None
 
 
@@ -396,16 +378,15 @@ def received_by(schedule: str, p: int, v: int, m: int) -> dict[_Pair, tuple[int,
         {(0, 1): (0, 0, 1), (1, 0): (1, 2, 3)}
     """
     sent = transfers(schedule, p, v, m)
-    place = {(pair, transfer.key): index for pair, made in sent.items() for index, transfer in enumerate(made)}
+    source = {one.key: (sender, index) for (sender, _), made in sent.items() for index, one in enumerate(made)}
     found: dict[_Pair, list[int]] = {pair: [] for pair in sent}
     for rank, operations in enumerate(rank_operations(schedule, p, v, m)):
         received = dict.fromkeys(range(p), 0)
         for operation in operations:
-            source = needed_stage(operation, p * v)
-            if source is not None and (sender := rank_of_stage(schedule, source, p)) != rank:
-                key = operation.kind is Kind.FORWARD, operation.stage, operation.micro_batch
-                # Transfers of one pair arrive in the order in which they are sent.
-                received[sender] = max(received[sender], place[(sender, rank), key] + 1)
+            key = operation.kind is Kind.FORWARD, operation.stage, operation.micro_batch
+            if key in source:  # transfers of one pair arrive in the order in which they are sent
+                sender, index = source[key]
+                received[sender] = max(received[sender], index + 1)
             target = receiving_stage(operation, p * v)
             if target is not None and (receiver := rank_of_stage(schedule, target, p)) != rank:
                 found[rank, receiver].append(received[receiver])

@@ -95,6 +95,9 @@ class Job:
         plain = not self.on_cpu and not may_autocast
         return replace(self, element_bytes=4, optimizer_bytes=8, plain_attention=plain)
 
+    def __hash__(self) -> int:
+        return hash((self.seq_len, self.global_batch, self.element_bytes))  # of a few sizes, as that of ``ModelShape``
+
     @property
     def trains_today(self) -> bool:
         """Whether this version's runtime can train in the precision."""
@@ -240,6 +243,14 @@ class Candidate(AxisSizes):
     @property
     def dp(self) -> int:
         return self.replicate * self.shard
+
+    @property
+    def layout(self) -> tuple[object, ...]:
+        """What decides the sizes of a rank's tensors in a micro-batch, apart from ZeRO and recompute."""
+        return (
+            self.tp, self.sequence_parallel, self.cp, self.context, self.ulysses, self.ep, self.pp, self.schedule,
+            self.chunks, self.stages, self.micro_batch,
+        )  # fmt: skip
 
     @property
     def data_ranks(self) -> int:

@@ -117,6 +117,10 @@ class ModelShape:
             if run.window is not None and run.window < 1:
                 raise PlanError(f"{self.name}: window={run.window} must be above zero; use None for no window")
 
+    def __hash__(self) -> int:
+        # Of a few sizes alone, since a search looks up the same model some hundred thousand times.
+        return hash((self.vocab, self.hidden, self.counts))
+
     @cached_property
     def layers(self) -> int:
         """The number of layers."""

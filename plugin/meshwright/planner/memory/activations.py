@@ -237,13 +237,15 @@ class Saved:
             found.append(again * run.kept + (count - again) * run.layer)
         return found
 
-    def below(self, layer: int, recomputed: int) -> float:
-        """Return the bytes that the layers before one save, of which backward recomputes the first ones."""
-        counts = []
+    def below(self, recomputed: int) -> list[float]:
+        """Return the bytes that the layers before each layer save, and all; backward recomputes the first ones."""
+        found: list[float] = [0.0]
         for run in self.runs:
-            counts.append(min(run.count, layer))
-            layer -= counts[-1]
-        return sum(self.held(counts, recomputed))
+            before, first = found[-1], min(run.count, recomputed)
+            recomputed -= first
+            counts = ((min(index, first), index) for index in range(1, run.count + 1))
+            found += [before + (again * run.kept + (count - again) * run.layer) for again, count in counts]
+        return found
 
     def total(self, recomputed: int) -> float:
         """Return the bytes that a model saves if backward recomputes its first ``recomputed`` layers."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import accumulate, groupby
 
 from meshwright.plan.parts import IN_FLIGHT, flat_offsets, sharded_length
 from meshwright.planner.job.adapters import ADAPTER_BYTES, Lora
@@ -32,7 +34,9 @@ from meshwright.planner.memory.held_states import (
     units,
 )
 
-_Gradients = tuple[tuple[Parameter, float, float], ...]
+# By layer, of each gradient in the order of arrival: its elements, the elements that have arrived so far, the bytes of
+# all gradients and their buffers when it arrives, and their most bytes while a reduction starts.
+_Gradients = tuple[tuple[int, tuple[tuple[int, int, float, float], ...]], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,8 +164,7 @@ def _ranks(member: Parameter, layout: Candidate) -> int:
 class _Elements:
     """A rank's trained elements: all, in the flat tensors of ZeRO, and those of the largest parameter.
 
-    ``own``, ``own_padded`` and ``own_largest`` are the same after ZeRO has sharded them. ``counts`` has the number of
-    parameters of each layer.
+    ``own``, ``own_padded`` and ``own_largest`` are the same after ZeRO has sharded them.
     """
 
     whole: int
@@ -170,7 +173,6 @@ class _Elements:
     own: float
     own_padded: float
     own_largest: float
-    counts: Counter[int]
 
     @staticmethod
     @lru_cache(maxsize=64)
@@ -187,7 +189,6 @@ class _Elements:
             own=sum(size / count for size, count in zip(whole, ranks, strict=True)),
             own_padded=sum(size / count for size, count in zip(padded, ranks, strict=True)),
             own_largest=max(member.numel / _ranks(member, layout) for member in members),
-            counts=Counter(member.layer for member in members),
         )
 
 
@@ -282,52 +283,59 @@ def _backward(micro: _MicroBatch, counted: _Elements, gradients: _Gradients) -> 
     shape, plan, job, n = micro.shape, micro.plan, micro.job, micro.positions
     b, saved, recomputed, gathered = job.element_bytes, micro.saved, micro.recomputed, micro.gathered
     rows = n * shape.hidden * b
-    total = saved.total(recomputed)
+    total, below = saved.total(recomputed), saved.below(recomputed)
     norm = 24 * n * shape.hidden / plan.sp  # six 32-bit tensors of a norm's size
-    working = [_in_backward(micro, run, norm) for run in shape.runs]
     run_of = [number for number, run in enumerate(shape.runs) for _ in range(run.count)]
-    in_recomputed = [micro.in_mlp(run, 2) for run in shape.runs] if recomputed else []
-    below = [saved.below(layer, recomputed) for layer in range(shape.layers + 1)]
     # The sum over earlier micro-batches is first cast to the gradients' dtype, then becomes the gradients one by one.
     is_reduced = plan.zero_stage > 1 and plan.data_ranks > 1
     before = 4 * counted.whole if plan.accumulation > 1 and not is_reduced else 0
-    left_over = before * b / 4
     at_once = 4 * counted.largest if before and b < 4 else 0
-    at_head = total + gathered.head + left_over + after_head(shape, plan, job)
-    peak, arrived = max(total + before + at_once, at_head), Counter[int]()
-    for member, arrival, most in gradients:
-        layer, rest = member.layer, saved.shared + rows + saved.towers
+    at_head = total + gathered.head + before * b / 4 + after_head(shape, plan, job)
+    peak = max(total + before + at_once, at_head)
+    always, arguments = saved.shared + rows + saved.towers, saved.arguments if recomputed else 0
+    kinds: dict[tuple[int, bool], list[tuple[float, float]]] = {}  # equal layers of a run have equal tensors
+    for layer, each in gradients:
         if 0 <= layer < shape.layers:
-            number = run_of[layer]
-            run, own, (mlp, attention) = shape.runs[number], saved.runs[number], working[number]
-            # A layer's activations are freed as its gradients arrive, first those of the MLP.
-            left = 1 - arrived[layer] / counted.counts[layer]
-            of_mlp, of_attention = max(0.0, 2 * left - 1), min(1.0, 2 * left)
-            of_mlp *= own.layer - own.attention
-            rest += below[layer] + of_attention * own.attention + (saved.arguments if recomputed else 0)
-            if left <= 0.5:
-                rest += attention + of_mlp
-            elif run.measured is not None:
-                rest += max(mlp, norm) + of_mlp
-            elif layer < recomputed:  # backward frees a recomputed tensor after its last reader, which is the norm
-                # Three 32-bit tensors of the last adapter's output, if adapters are wider than the base.
-                width = 12 if micro.is_widened else b
-                rest += max(norm, of_mlp + in_recomputed[number] + n * width * shape.hidden)
-            else:
-                # The first gradients of a layer are those of norms, before the backward of the MLP.
-                first = norm + rows if job.lora is None else 2 * rows  # a frozen norm has none
-                rest += (mlp if arrived[layer] else first) + of_mlp
-            rest += gathered.layers if layer else gathered.layers / 2
+            kind = run_of[layer], layer < recomputed
+            if kind not in kinds:
+                kinds[kind] = list(_alive(micro, *kind, norm=norm, count=len(each)))
+            around = gathered.layers if layer else gathered.layers / 2
+            held = [always + (below[layer] + kept + arguments) + working + around for kept, working in kinds[kind]]
         elif layer == shape.layers:
-            rest += below[layer] + gathered.head
-        elif layer == TOWER:
-            rest -= saved.towers * arrived[layer] / counted.counts[layer]
-        elif shape.tied:
-            arrival += member.numel * b  # the embedding's gradient, which is added to the gradient of the tied head
-        arrived[layer] += 1
-        left_over -= b * member.numel if before else 0
-        peak = max(peak, max(arrival, most) + rest + left_over)
+            held = [always + (below[layer] + gathered.head)] * len(each)
+        else:
+            freed = saved.towers if layer == TOWER else 0.0
+            held = [always - freed * index / len(each) for index in range(len(each))]
+        for (numel, arrived, arrival, most), rest in zip(each, held, strict=True):
+            if shape.tied and layer == -1:  # the embedding's gradient is added to the gradient of the tied head
+                most = max(arrival + numel * b, most)
+            peak = max(peak, most + rest + (b * (counted.whole - arrived) if before else 0))
     return peak
+
+
+def _alive(
+    micro: _MicroBatch, number: int, is_recomputed: bool, *, norm: float, count: int
+) -> Iterator[tuple[float, float]]:
+    """Yield the bytes that attention has saved, and the others of a layer, when each of its gradients arrives."""
+    run, own, job, b = micro.shape.runs[number], micro.saved.runs[number], micro.job, micro.job.element_bytes
+    rows, in_recomputed = micro.positions * micro.shape.hidden, micro.in_mlp(run, 2) if is_recomputed else 0.0
+    mlp, attention = _in_backward(micro, run, norm)
+    for index in range(count):
+        # A layer's activations are freed as its gradients arrive, first those of the MLP.
+        left = 1 - index / count
+        of_mlp = max(0.0, 2 * left - 1) * (own.layer - own.attention)
+        if left <= 0.5:
+            working = attention + of_mlp
+        elif run.measured is not None:
+            working = max(mlp, norm) + of_mlp
+        elif is_recomputed:  # backward frees a recomputed tensor after its last reader, which is the norm
+            # Three 32-bit tensors of the last adapter's output, if adapters are wider than the base.
+            working = max(norm, of_mlp + in_recomputed + rows * (12 if micro.is_widened else b))
+        else:
+            # The first gradients of a layer are those of norms, before the backward of the MLP. A frozen norm has none.
+            first = norm + rows * b if job.lora is None else 2 * rows * b
+            working = (mlp if index else first) + of_mlp
+        yield min(1.0, 2 * left) * own.attention, working
 
 
 def _in_backward(micro: _MicroBatch, layer: LayerShape, norm: float) -> tuple[float, float]:
@@ -347,7 +355,7 @@ def _in_backward(micro: _MicroBatch, layer: LayerShape, norm: float) -> tuple[fl
 
 @lru_cache(maxsize=64)
 def _gradients(shape: ModelShape, layout: Candidate, lora: Lora | None, b: int, cpu: bool) -> _Gradients:
-    """Return (parameter, bytes now, most bytes) for each gradient, in the order in which the gradients arrive.
+    """Return the gradients of each layer, in the order in which they arrive.
 
     The result is cached, since in a search many plans share the sizes of tp and of the data axis and the ZeRO stage.
 
@@ -420,4 +428,6 @@ def _gradients(shape: ModelShape, layout: Candidate, lora: Lora | None, b: int, 
                 for number in range(started, len(groups)):
                     start(number)
         found.append((members[index], arrival, most))
-    return tuple(found)
+    arrived = accumulate(member.numel for member, _, _ in found)
+    each = ((m.layer, (m.numel, so_far, now, most)) for (m, now, most), so_far in zip(found, arrived, strict=True))
+    return tuple((layer, tuple(item for _, item in of)) for layer, of in groupby(each, key=lambda item: item[0]))

@@ -35,8 +35,6 @@ _GROUP = 0.15e9  # bytes of the buffers of one communicator
 _PROCESS = 0.4e9  # bytes of Python, torch and transformers
 _SLACK = 0.03  # unfilled parts of the allocator's blocks, relative to the allocated memory
 
-_saved_by_layout = lru_cache(maxsize=1024)(saved_activations)  # in a search, many plans save the same bytes
-
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
@@ -100,11 +98,19 @@ def least_memory(shape: ModelShape, plan: Candidate, job: Job) -> float:
 
 def saved_by_stage(shape: ModelShape, plan: Candidate, job: Job) -> Saved:
     """Return the bytes that forward saves for one micro-batch, apart from those of the head."""
+    ep = plan.ep if job.expert_load > 1 else 1
+    layout = plan.tp, plan.sequence_parallel, plan.cp, plan.context, plan.ulysses, ep, plan.micro_batch
+    return _saved_by_layout(shape, job, *layout)
+
+
+@lru_cache(maxsize=1024)  # in a search, many plans save the same bytes
+def _saved_by_layout(
+    shape: ModelShape, job: Job, tp: int, sp: bool, cp: int, context: str, ulysses: int | None, ep: int, rows: int
+) -> Saved:
     layout = Candidate(
-        tp=plan.tp, sequence_parallel=plan.sequence_parallel, cp=plan.cp, context=plan.context, ulysses=plan.ulysses,
-        ep=plan.ep if job.expert_load > 1 else 1, micro_batch=plan.micro_batch,
+        tp=tp, sequence_parallel=sp, cp=cp, context=context, ulysses=ulysses, ep=ep, micro_batch=rows
     )  # fmt: skip
-    return _saved_by_layout(shape, layout, job)
+    return saved_activations(shape, layout, job)
 
 
 def pending_weight_grads(layer: LayerShape, plan: Candidate, job: Job) -> float:
@@ -205,6 +211,14 @@ class Stage:
     rank: int
 
     @cached_property
+    def of_layout(self) -> tuple[tuple[float, float], float, float]:
+        """What ZeRO and recompute do not change: the parameters, and the bytes of attention and of the logits."""
+        known, key = _known_stages(self.shape, self.job), (type(self), self.rank, self.plan.layout)
+        if key not in known:
+            known[key] = self.count(), self.attention(), self.logits()
+        return known[key]
+
+    @cached_property
     def counts(self) -> tuple[int, ...]:
         """The number of layers of each run that the rank holds."""
         return rank_runs(self.plan, self.shape)[self.rank]
@@ -219,9 +233,13 @@ class Stage:
         """The number of ranks over which ZeRO shards."""
         return self.plan.shard * self.plan.cp if self.plan.zero_stage else 1
 
-    @cached_property
+    @property
     def elements(self) -> tuple[float, float]:
         """The parameters of the rank beside its experts, and of these, before ZeRO shards them."""
+        return self.of_layout[0]
+
+    def count(self) -> tuple[float, float]:
+        """Return ``elements``."""
         shape, held = self.shape, list(zip(self.counts, self.shape.runs, strict=True))
         replicated = sum(count * (run.norm_parameters + run.router_parameters) for count, run in held) + shape.hidden
         dense = sum(count * run.dense_parameters for count, run in held) + shape.hidden
@@ -294,11 +312,10 @@ class Stage:
         is_whole = count_recomputed(self.plan, sum(self.counts)) == sum(self.counts)
         return unpacked + (largest if is_whole else 0.5 * largest)
 
-    def working(self) -> float:
-        """Return the temporary bytes of a layer's backward."""
+    def attention(self) -> float:
+        """Return the temporary bytes of attention that is not one fused kernel, and those of whole embeddings."""
         shape, plan, job = self.shape, self.plan, self.job
-        attention = max(max(attention_memory(run, plan, job)) for run in shape.runs)
-        return self.in_layer() + (attention + embedding_memory(shape, plan, job))
+        return max(max(attention_memory(run, plan, job)) for run in shape.runs) + embedding_memory(shape, plan, job)
 
     def logits(self) -> float:
         """Return the bytes of the head and the loss at their peak."""
@@ -349,15 +366,16 @@ class Stage:
 
     def memory(self) -> Memory:
         """Return the memory at the peak."""
-        shape, plan, job, elements = self.shape, self.plan, self.job, sum(self.trained)
+        plan, job, elements = self.plan, self.job, sum(self.trained)
         weights = self.kept(3) * job.trained_bytes + self.frozen()
         # The gradients of a pipeline's micro-batches are summed in 32 bits.
         gradients = self.kept(2) * (max(self.gradient_bytes, 4) if self.sums_gradients else self.gradient_bytes)
-        optimizer = self.states()
-        activations = held_activations(shape, plan, job, self.rank, self.saved)
+        optimizer, unsharded = self.states(), self.unsharded()
+        activations = held_activations(self.shape, plan, job, self.rank, self.saved)
         if self.rank == 0:
             activations += self.saved.towers * min(plan.accumulation, plan.pp)
-        working, logits, unsharded = self.working(), self.logits(), self.unsharded()
+        _, attention, logits = self.of_layout
+        working = self.in_layer() + attention
         buckets = 2 * BUCKET_BYTES if plan.data_ranks > 1 else 0
         communication = 0.0 if job.on_cpu else _groups(plan) * _GROUP + buckets
         # The backward of the head, the backward of the last layer and the optimizer step peak at different times.
@@ -408,8 +426,21 @@ def peak_memory(shape: ModelShape, plan: Candidate, job: Job) -> Memory:
         >>> peak_memory(shape, plan, job).total < peak_memory(shape, Candidate(replicate=8), job).total
         True
     """
-    stages = (stage_memory(shape, plan, job, stage) for stage in fullest_stages(shape, plan))
-    return max(stages, key=lambda memory: memory.total)
+    known = _known(shape, job)
+    if plan not in known:
+        stages = (stage_memory(shape, plan, job, stage) for stage in fullest_stages(shape, plan))
+        known[plan] = max(stages, key=lambda memory: memory.total)
+    return known[plan]
+
+
+@lru_cache(maxsize=2)
+def _known_stages(shape: ModelShape, job: Job) -> dict[object, tuple[tuple[float, float], float, float]]:
+    return {}
+
+
+@lru_cache(maxsize=2)  # for the searches of one question, most of which are about the same job
+def _known(shape: ModelShape, job: Job) -> dict[Candidate, Memory]:
+    return {}
 
 
 def state_memory(shape: ModelShape, job: Job) -> float:

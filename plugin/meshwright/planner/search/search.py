@@ -122,6 +122,7 @@ class BestFirst:
             (region, micro) for region in space.regions() for micro in space.micro_batches(region)
         ]
         self.weights: dict[Candidate, Memory] = {}
+        self._evens: dict[tuple[_Slot, _Zero], tuple[Candidate, ...]] = {}
         self.simulated = 0
 
     def count(self) -> int:
@@ -243,8 +244,11 @@ class BestFirst:
 
     def _even(self, slot: _Slot, zero: _Zero) -> tuple[Candidate, ...]:
         """Return the plans of a slot and a ZeRO stage with even stages, by kind of recompute, the fastest first."""
-        region, micro = slot
-        return tuple(self.space.candidate(region, micro, zero, kind) for kind in self.space.recompute(region))
+        if (slot, zero) not in self._evens:
+            (region, micro), space = slot, self.space
+            kinds = (space.candidate(region, micro, zero, kind) for kind in space.recompute(region))
+            self._evens[slot, zero] = tuple(kinds)
+        return self._evens[slot, zero]
 
     def _fewest_recomputed(self, plan: Candidate) -> Candidate:
         """Return the fitting plan that recomputes the fewest layers, if a plan that recomputes all of them fits."""

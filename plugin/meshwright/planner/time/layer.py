@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 from meshwright.planner.context_cost import (
     ContextExchange,
@@ -111,6 +111,7 @@ class Overlap:
     exposed: float
 
 
+T = TypeVar("T")
 _TILE = 128  # size of a matmul's tile in each of its three dims
 _SCORE_BYTES = 13  # bytes moved per attention score in forward: product, softmax and dropout in 16 bits, and the mask
 _WIDE = 128  # width of a head at which attention has its efficiency
@@ -158,7 +159,7 @@ class LayerModel:
     def __init__(self, shape: ModelShape, cluster: Cluster, coefficients: Coefficients):
         self.shape, self.cluster, self.k = shape, cluster, coefficients
         self.memory_rate = cluster.device.bandwidth
-        self._layers: dict[object, tuple[Work, ...]] = {}  # a cache: in a search, many plans have equal layers
+        self._known: dict[object, Any] = {}  # a cache: in a search, many plans have equal layers, passes or stages
 
     def matmul(self, rows: float, inner: float, columns: float, *, precision: Precision = "bf16") -> float:
         """Return the seconds of a matmul, with a penalty for small sizes, whose tiles are only partly filled."""
@@ -229,11 +230,20 @@ class LayerModel:
 
     def layers(self, plan: Candidate, job: Job) -> tuple[Work, ...]:
         """Return the seconds of one layer of each run for one micro-batch."""
-        key = (plan.tp, plan.sequence_parallel, plan.cp, plan.context, plan.ulysses, plan.ep, plan.micro_batch,
-               plan.recompute, plan.splits_backward, job)  # fmt: skip
-        if key not in self._layers:
-            self._layers[key] = tuple(self._layer(run, plan, job) for run in self.shape.runs)
-        return self._layers[key]
+        layers = (self._layer(run, plan, job) for run in self.shape.runs)
+        return self.once(self.layer_key(plan, job), lambda: tuple(layers))
+
+    def once(self, key: object, make: Callable[[], T]) -> T:
+        """Return what ``make`` returned when it was first called for a key."""
+        if key not in self._known:
+            self._known[key] = make()
+        return cast("T", self._known[key])
+
+    @staticmethod
+    def layer_key(plan: Candidate, job: Job) -> object:
+        """Return what decides the seconds of a layer."""
+        return (plan.tp, plan.sequence_parallel, plan.cp, plan.context, plan.ulysses, plan.ep, plan.micro_batch,
+                plan.recompute, plan.splits_backward, job)  # fmt: skip
 
     def _layer(self, layer: LayerShape, plan: Candidate, job: Job) -> Work:
         k, t = self.k, plan.tp

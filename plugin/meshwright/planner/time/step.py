@@ -82,6 +82,11 @@ class StepModel(LayerModel):
 
     def balanced(self, plan: Candidate, job: Job) -> Candidate | None:
         """Return the plan with fewer layers on the head's stage; None if its slowest stage would not be faster."""
+        key = "cut", self.layer_key(plan, job), plan.pp, plan.schedule, plan.chunks
+        stages = self.once(key, lambda: self._balanced(plan, job))
+        return None if stages is None else replace(plan, stages=stages)
+
+    def _balanced(self, plan: Candidate, job: Job) -> tuple[int, ...] | None:
         both, head = [layer.forward + layer.backward for layer in self.layers(plan, job)], self.head(plan, job)
         counts, count = self.shape.counts, plan.pp * plan.chunks
         # The shares of a layer of the head and of the towers are rounded, so that few partitions are computed.
@@ -97,8 +102,8 @@ class StepModel(LayerModel):
 
         if stages[0] < self.shape.least_on_first:
             return None
-        balanced = replace(plan, stages=stages)
-        return None if slowest(balanced) >= slowest(replace(plan, stages=None)) else balanced
+        is_faster = slowest(replace(plan, stages=stages)) < slowest(replace(plan, stages=None))
+        return stages if is_faster else None
 
     def step(self, plan: Candidate, job: Job) -> StepTime:
         """Return the time of one step of a plan that fits this cluster and this job."""
@@ -147,6 +152,10 @@ class StepModel(LayerModel):
 
     def _piped(self, plan: Candidate, job: Job) -> tuple[float, float, float]:
         """Return a lower bound on the time of the pipeline, and the slowest rank's forward and backward."""
+        key = "bound", *plan.layout, plan.accumulation, plan.recompute, plan.recomputed, job
+        return self.once(key, lambda: self._bounded(plan, job))
+
+    def _bounded(self, plan: Candidate, job: Job) -> tuple[float, float, float]:
         every_forward, every_backward = self.stages(plan, job)
         forward, backward = _of_ranks(plan, every_forward), _of_ranks(plan, every_backward)
         busy = [f + b for f, b in zip(forward, backward, strict=True)]
@@ -171,6 +180,10 @@ class StepModel(LayerModel):
 
         Without ep the second is 0, and the first includes experts, which as many ranks hold as any other weight.
         """
+        key = "parameters", plan.tp, plan.ep, plan.pp, plan.schedule, plan.chunks, plan.stages
+        return self.once(key, lambda: self._largest_stage(plan))
+
+    def _largest_stage(self, plan: Candidate) -> tuple[float, float]:
         shape = self.shape
         ends = shape.embedding_parameters + (shape.head_parameters if _last_rank(plan) == 0 else 0)
         held = rank_runs(plan, shape)
