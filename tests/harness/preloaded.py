@@ -54,9 +54,14 @@ connection.connect({address!r})
 spaces = [os.open(space, os.O_RDONLY) for space in spaces]
 socket.send_fds(connection, [len(text).to_bytes(8, "big")], numbers + spaces)
 connection.sendall(text)
+def hand_on(number, frame):
+    try:
+        connection.send(bytes([number]))
+    except OSError:  # the program has ended
+        pass
 for number in signal.valid_signals() - {{signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD}}:
     if signal.getsignal(number) is not signal.SIG_IGN:
-        signal.signal(number, lambda number, frame: connection.send(bytes([number])))
+        signal.signal(number, hand_on)
 signal.pthread_sigmask(signal.SIG_SETMASK, ())
 code = int(connection.recv(8) or 1)
 if code < 0:
@@ -135,7 +140,8 @@ def _serve(
 
 
 def _answer(connection: socket.socket, parsed_only: tuple[str, ...], added: dict[str, list[str]]) -> NoReturn:
-    size, descriptors, _, _ = socket.recv_fds(connection, 8, MOST_DESCRIPTORS)
+    size, descriptors, flags, _ = socket.recv_fds(connection, 8, MOST_DESCRIPTORS)
+    assert not flags & socket.MSG_CTRUNC, "more open files than MOST_DESCRIPTORS"
     call = json.loads(connection.recv(int.from_bytes(size, "big"), socket.MSG_WAITALL))
     call["arguments"] += [text for word in added.keys() & set(call["arguments"]) for text in added[word]]
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # until the program has the mask that it inherits

@@ -217,6 +217,22 @@ def test_a_mean_that_is_not_of_the_global_batch_is_told(pool2: Any) -> None:
     assert not [text for text in pool2.run(gradient_of_one_ranks_loss, {"tp": 2})[0] if "global_mean" in text]
 
 
+def split_backward() -> list[str]:
+    """Go on from what torch.autograd.grad returned of a loss of the global batch, as code for large batches does."""
+    with Float64(), logged(level=logging.WARNING) as said:
+        model, _, _ = mw.to_distributed(build("llama").double(), plan="dp2")
+        hidden = model.model(tokens(2, 12)).last_hidden_state
+        leaf = hidden.detach().requires_grad_()
+        loss = mw.global_mean(model, leaf.square().mean(), 2)
+        hidden.backward(torch.autograd.grad(loss, leaf))
+    return said
+
+
+def test_a_backward_that_goes_on_from_a_returned_gradient_is_told(pool2: Any) -> None:
+    for said in pool2.run(split_backward):
+        assert any("go on from x.grad" in text for text in said), said
+
+
 def test_gradients_of_inputs_with_micro_batches(pool2: Any) -> None:
     for kind, message in pool2.run_expecting_error(
         gradient_of_inputs, {"dp": 2, "micro_batch_size": 1}, "the model", False, "backward"

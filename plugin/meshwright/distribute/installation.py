@@ -250,6 +250,7 @@ class _Copier:
         memo[id(gradients.syncs)] = new.gradients.syncs
         if self.runtime.comparison is not None:
             memo[id(self.runtime.comparison)] = new.comparison = self.runtime.comparison.for_copy()
+            memo[id(self.runtime.comparison.losses)] = new.comparison.losses
         if self.runtime.weights is not None:
             self.runtime.weights.release()
         for parameter in self.model.parameters():

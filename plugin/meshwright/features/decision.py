@@ -285,7 +285,13 @@ def refuse(call: Call, rows: Iterable[Refusal]) -> None:
         PlanError: if a row refuses the call; an error that is the only one keeps its class.
     """
     is_cut = isinstance(call, Decision)
-    errors = [error for row in rows if row.after_cut == is_cut and (error := row.error(call)) is not None]
+    errors: list[ValueError] = []
+    for row in rows:
+        try:
+            errors += [] if row.after_cut != is_cut or (error := row.error(call)) is None else [error]
+        except Exception:  # of a check of a model that an earlier row has refused already
+            if not errors:
+                raise
     if len(errors) == 1:
         raise errors[0]
     if errors:

@@ -94,7 +94,13 @@ class _Writer:
             return value
         if depth > _DEPTH:
             raise UnsupportedValue(f"{_cut(name)} is more than {_DEPTH} containers deep, or holds itself")
-        if kind is Tensor and value.dtype is torch.uint8 and value.ndim == 1 and value.layout is torch.strided:
+        if (
+            kind is Tensor
+            and value.dtype is torch.uint8
+            and value.ndim == 1
+            and value.layout is torch.strided
+            and not value.is_meta
+        ):
             self.memory.append(value.detach().cpu())
             self._filled += len(value)
             return {"memory": [self._filled - len(value), len(value)]}

@@ -80,6 +80,7 @@ def install_gradient_sync(
     gradients.hooks = trained.hooks
     if runtime.comparison is not None:
         runtime.comparison.hooks = trained.hooks
+        trained.hooks.losses = runtime.loss_gradients
     if optimizer is not None:
         gradients.has_optimizer = True
         hooks = StepHooks(optimizer, is_inside=len(whole_groups) == len(optimizer.param_groups))

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from meshwright import errors
 from meshwright.errors import PlanError
 from meshwright.parallel.autograd_graph import loss_of
+from meshwright.parallel.batch.loss_gradients import LossGradients
 from meshwright.parallel.batch.schema import Batch
 from meshwright.parallel.batch.share import cut
 from meshwright.parallel.gradients.summed import SummedGradients
@@ -127,6 +128,8 @@ class Step:
         batches: the arguments of the decoder's forward, for each micro-batch.
         boundaries: what crosses from stage to stage.
         parameters: the trained parameters of each of this rank's stages.
+        losses: what knows the factor of losses in backward; None if nothing needs it.
+        leaves_at_once: whether an error leaves at once, since ranks of dp wait for each other inside of a stage.
         finish: takes the batch and the decoder's output of a micro-batch, and returns the output whose loss counts.
         keep: called with each output of the last stage, in the order of the micro-batches.
         look: called after a stage's forward on each micro-batch, to find state that the forward has written.
@@ -143,6 +146,8 @@ class Step:
     batches: Sequence[Batch]
     boundaries: Boundaries
     parameters: dict[int, list[nn.Parameter]]
+    losses: LossGradients | None
+    leaves_at_once: bool
     finish: Callable[[Batch, Any], Any]
     keep: Callable[[Any], None]
     look: Callable[[], None]
@@ -247,7 +252,8 @@ class Step:
             inputs: list[Tensor] = [*crossed, *parameters]
             if not trained or not inputs:
                 return [None] * len(inputs)
-            with self.stages.active(stage, received), later.waiting(operation), reading_shards():
+            averaging = contextlib.nullcontext() if self.losses is None else self.losses.averaging()
+            with self.stages.active(stage, received), later.waiting(operation), reading_shards(), averaging:
                 try:
                     return list(
                         torch.autograd.grad([x for x, _ in trained], inputs, [g for _, g in trained], allow_unused=True)
@@ -274,7 +280,7 @@ class Step:
         try:
             return compute()
         except ValueError as error:
-            if type(error).__module__ != errors.__name__:
+            if type(error).__module__ != errors.__name__ or self.leaves_at_once:
                 raise
             self.failure, self.is_over = error, True
             return None

@@ -16,7 +16,7 @@ from meshwright.errors import PlanError
 from meshwright.facts import Facts
 from meshwright.faults.interpose import own_collectives
 from meshwright.faults.memory_digest import has_values
-from meshwright.faults.together import attempt, exchange_together, raise_if_any
+from meshwright.faults.together import exchange_together, raise_if_any
 from meshwright.layout.tensor_layout import layout_of
 from meshwright.mesh.axes import Axis
 from meshwright.mesh.host_wire import waiting_for_the_gpu
@@ -135,6 +135,7 @@ class PipelineForward(BatchStep):
         self.stages = Stages(facts, cut, self, region, self.balancing, towers, beside=BesideInputs(cut, region))
         splits = cut.schedule in SPLIT_BACKWARD
         self.later = WeightGradients(_own_modules(facts, cut) if splits else ())
+        self._waits_in_stages = runtime.weights is not None or runtime.plan.spreads_experts_over_dp
         self._boundary_dtypes: dict[_Precision, dict[int, torch.dtype]] = {}
         self._formats: dict[Hashable, dict[int, Format]] = {}
         self.writes = WritesPerPiece(facts, runtime.guard, pipeline.cut.layers)
@@ -225,8 +226,10 @@ class PipelineForward(BatchStep):
         self.writes.start()
         with loss.mean.over_micro_batches(counts, num_items, count), cut(), self.hooked.running():
             run_training(step, sums, self.later)
-        _, error = attempt(self.writes.finish)
-        step.failure = error or step.failure  # a failure may follow from what forward has written
+        try:
+            self.writes.finish()
+        except PlanError as error:  # a failure of a stage may follow from what forward has written
+            step.failure = error
         total, balance, shown = self._share_losses(step, [sums.of(p) is not None for p in trained])
         sums.elsewhere = [
             (p, functools.partial(_item, shown, place)) for place, p in enumerate(trained) if not layout_of(p).is_held
@@ -282,6 +285,8 @@ class PipelineForward(BatchStep):
             batches=batches,
             boundaries=boundaries,
             parameters=parameters,
+            losses=self.runtime.loss_gradients,
+            leaves_at_once=self._waits_in_stages,
             finish=(lambda _, output: output) if loss is None else loss.of_output,
             look=self.writes.look if operations else lambda: None,
             keep=self.outputs.keep,
@@ -381,14 +386,14 @@ class PipelineForward(BatchStep):
                 if number is not None:
                     own[place] = number
                     own[1].fill_(DTYPES.index(number.dtype))  # an assignment would copy the number from the host
-            if mean.has_miscounted is not None:
+            if mean.has_miscounted is not None and not step.is_over:
                 own[3] = mean.has_miscounted
             own[2].fill_(used)
         with waiting_for_the_gpu():  # only if ranks share a GPU, since the wire is host memory then
             own = own.to(wire_device(device))
         dist.all_reduce(own, group=pp.group)
         self._raise_together(step, own[4])
-        shown = read_later(own[5 + balances :])
+        shown = functools.lru_cache(maxsize=1)(read_later(own[5 + balances :]))
         mean.has_miscounted = own[3] != 0
         mean.check_counts()
         mean.used_items = False

@@ -265,6 +265,8 @@ def find_checkpoint(folder: Place, *, missing_ok: bool = False) -> tuple[Place, 
 def _instead(folder: Place) -> str:
     """Return what to write in place of a folder without a checkpoint."""
     names = storage_of(folder).entries(folder)
+    if OPTIMIZER_NAME in names:
+        return "it has an optimizer's state alone: meshwright.load_optimizer(model, optimizer, folder)"
     if any(PART.fullmatch(name) for name in names):
         return "its save did not end. Name another folder, or the one around it, for the newest whole checkpoint"
     if "trainer_state.json" in names:
@@ -286,7 +288,7 @@ def is_checkpoint(folder: Place) -> bool:
         raise
     except OSError:  # a folder that cannot be read is not ours
         return False
-    has_parts = OPTIMIZER_NAME not in names and any(PART.fullmatch(name) for name in names)
+    has_parts = any(part is not None and not part["tag"] for part in map(PART.fullmatch, names))  # an optimizer's have
     return NAME in names or (storage.hides_saves and has_parts)
 
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import uuid
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -26,9 +28,9 @@ from meshwright.checkpoint.files.reading import digest, digest_in, is_digested
 from meshwright.checkpoint.format.checkpoint_folders import NAME, OPTIMIZER_NAME, Manifest, wait_for_files
 from meshwright.checkpoint.format.load_checkpoint import SavedTensors
 from meshwright.checkpoint.format.load_weights import OpenCheckpoint
-from meshwright.checkpoint.format.part_files import PART, FileRecord
+from meshwright.checkpoint.format.part_files import PART, FileRecord, file_names
 from meshwright.checkpoint.format.rank_state import RankState, Run
-from meshwright.checkpoint.one_device.optimizer_manifest import OptimizerManifest
+from meshwright.checkpoint.one_device.optimizer_manifest import OptimizerManifest, master_key, state_key
 from meshwright.checkpoint.one_device.optimizer_state import SavedState, check_fits, restore_optimizer
 from meshwright.checkpoint.one_device.rank_optimizer import RankOptimizer
 from meshwright.checkpoint.one_device.weight_files import WeightFiles
@@ -37,7 +39,7 @@ from meshwright.errors import CheckpointError
 from meshwright.faults.every_rank import on_every_rank
 from meshwright.faults.together import exchange_together, on_first_rank, succeed_together
 from meshwright.optim.owners import OptimizerParts, parts_of
-from meshwright.optim.runtime import device_of
+from meshwright.optim.runtime import device_of, find_runtime
 from meshwright.parallel.shards.stand_in import reading_shards
 from meshwright.progress import Progress, is_first_rank
 
@@ -92,8 +94,10 @@ def save_optimizer(model: nn.Module, optimizer: Optimizer, directory: str | os.P
             _, texts = exchange_together(lambda: (None, write()))
             on_first_rank(lambda: _commit(folder, manifest(), texts))
         except Exception:
-            if is_first_rank():
-                with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):
+                for name in file_names(part.place, tag):  # on this rank's disk, which may be another one
+                    (folder / name).unlink(missing_ok=True)
+                if is_first_rank():
                     _remove_unlisted(folder)
             raise
 
@@ -103,6 +107,13 @@ def _state(model: nn.Module, optimizer: Optimizer) -> RankState:
     runtime = own.found.runtime
     run = Run(model=model, runtime=runtime, device=device_of(model), mesh=runtime.mesh.without_groups())
     if run.mesh.size > 1:
+        processes = dist.get_world_size() if dist.is_initialized() else run.mesh.size
+        if processes != run.mesh.size and find_runtime(model) is None:
+            raise CheckpointError(
+                f"shard_optimizer has sharded the optimizer over {run.mesh.size} of {processes} processes, and a save "
+                "needs all of them: shard over all, shard_optimizer(optimizer), or save optimizer.state_dict() of an "
+                "optimizer that is not sharded"
+            )
         run.check()
     return RankState(
         mesh=run.mesh,
@@ -177,7 +188,19 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, directory: str | os.P
     folder = local_path(directory, "load_optimizer")
     found = succeed_together(lambda: parts_of(model, optimizer))
     with Progress(f"reading {folder}") as progress, reading_shards():
-        restore_optimizer(found, *read_same(folder, lambda: _open(folder, found, progress)))
+        manifest, saved = read_same(folder, lambda: _open(folder, found, progress))
+        progress.start(_bytes_to_read(manifest, saved, found))
+        restore_optimizer(found, manifest, saved)
+
+
+def _bytes_to_read(manifest: OptimizerManifest, saved: SavedState, found: OptimizerParts) -> int:
+    total = 0.0
+    for name, part in found.parts.items():
+        keys = [*(state_key(name, key) for key in manifest.tensors.get(name, ())), master_key(name)]
+        forms = [form for form in map(saved.form, keys) if form is not None]
+        share = part.layout.local_numel / max(part.layout.shape.numel(), 1)
+        total += share * sum(dtype.itemsize * math.prod(shape) for dtype, shape in forms)
+    return int(total)
 
 
 def _open(folder: Path, found: OptimizerParts, progress: Progress) -> tuple[tuple[OptimizerManifest, SavedState], str]:
@@ -199,6 +222,7 @@ def _open(folder: Path, found: OptimizerParts, progress: Progress) -> tuple[tupl
             digest_in(path),
         )
     else:
-        manifest, saved, seen = OptimizerManifest.read_whole(path), WeightFiles.open(path), digest(path.read_bytes())
+        files = replace(WeightFiles.open(path), progress=progress)
+        manifest, saved, seen = OptimizerManifest.read_whole(path), files, digest(path.read_bytes())
     check_fits(folder, manifest, saved, found)
     return (manifest, saved), seen

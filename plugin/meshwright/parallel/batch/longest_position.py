@@ -92,7 +92,7 @@ def depends_on_longest(facts: Facts, module: nn.Module) -> bool:
         return False
     inside = facts.inside(module)
     buffers = [x for inner in inside for x in inner._buffers.values() if x is not None and x.is_floating_point()]
-    is_small = bool(buffers) and not any(inner._parameters for inner in inside)
+    is_small = bool(buffers) and not facts.parameters_inside(module)
     if not is_small or any(type(x) is not Tensor or x.is_meta for x in buffers):
         return False
     return any(_depends(module, choice) for choice in _choices(module, parameters))

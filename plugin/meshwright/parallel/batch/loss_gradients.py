@@ -10,12 +10,13 @@ is divided by it in all other passes.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -61,7 +62,9 @@ class LossGradients:
     def __init__(self, any_trained: Callable[[Callable[[Tensor], bool]], bool], ranks: int) -> None:
         self._any_trained, self.ranks = any_trained, ranks
         self._pass = -1  # the last pass that reached a loss
-        self._has_warned = False
+        self._is_own = False  # whether the running pass is one of the runtime's, such as that of a stage
+        self._has_returned = False  # whether torch.autograd.grad has returned a gradient since the last forward
+        self._warned: set[str] = set()
         self._made = 0
         self._tolerance = _TOLERANCE  # of the gradients that arrive
         self._arrived: deque[tuple[int, Tensor]] = deque(maxlen=_KEPT)
@@ -70,7 +73,34 @@ class LossGradients:
     def enter(self) -> float:
         """Return the loss's share of its factor in the running pass: 1, or 1/dp if nothing averages the gradients."""
         self._pass = torch._C._current_graph_task_id()
-        return 1.0 if self._averages() else 1 / self.ranks
+        if self._averages():
+            return 1.0
+        self._has_returned = True
+        return 1 / self.ranks
+
+    @contextlib.contextmanager
+    def averaging(self) -> Iterator[None]:
+        """Let the passes inside be parts of one whose gradients of parameters are averaged."""
+        before, self._is_own = self._is_own, True
+        try:
+            yield
+        finally:
+            self._is_own = before
+
+    def begin(self) -> None:
+        """Called in each forward of the model."""
+        self._has_returned = False
+
+    def look_at_pass(self) -> None:
+        """Called in a pass that brings gradients to parameters, when the first arrives."""
+        if self._has_returned and self._pass != torch._C._current_graph_task_id():
+            self._has_returned = False
+            self._warn(
+                "backward() runs after torch.autograd.grad() of a loss of the global batch, and does not reach that "
+                "loss. If it goes on from the gradient that torch.autograd.grad returned, the gradients of the weights "
+                "are 1/%d of those of one device. Instead of (g,) = torch.autograd.grad(loss, x), write "
+                "loss.backward() with x a leaf, and go on from x.grad"
+            )
 
     def of_input(self, x: Tensor, *, parts: int) -> Tensor:
         """Return an input of the model; in backward its gradient loses the factor that the loss carries.
@@ -89,24 +119,23 @@ class LossGradients:
         """Return the factor of the gradient that reaches an input in the running pass."""
         averages, is_of_loss = self._averages(), self._pass == torch._C._current_graph_task_id()
         if not (averages and is_averaged) and not is_of_loss:
-            self._warn()
+            self._warn(
+                "the gradient of an input of the model is that of a loss that this rank computes of its own rows. If "
+                "this loss is a mean over rows, the gradient is %d times that of one device, whose batch has as many "
+                "times more rows, and a sum over rows is right. Make the mean one of the global batch first: "
+                "loss = meshwright.global_mean(model, loss, count), where count is the number of this rank's rows"
+            )
         return 1 / self.ranks if averages and is_of_loss and not is_averaged else 1.0
 
     def _averages(self) -> bool:
         """Return whether the running pass adds to the gradients of parameters, which are averaged over the ranks."""
-        return _is_reached(_PROBE) or self._any_trained(_is_reached)  # backward(inputs=...) may name parameters
+        # backward(inputs=...) may name parameters
+        return self._is_own or _is_reached(_PROBE) or self._any_trained(_is_reached)
 
-    def _warn(self) -> None:
-        if not self._has_warned and self.ranks > 1:
-            self._has_warned = True
-            logger.warning(
-                "the gradient of an input of the model is that of a loss that this rank computes of its own rows. If "
-                "this loss is a mean over rows, the gradient is %d times that of one device, whose batch has %d times "
-                "as many rows, and a sum over rows is right. Make the mean one of the global batch first: "
-                "loss = meshwright.global_mean(model, loss, count), where count is the number of this rank's rows",
-                self.ranks,
-                self.ranks,
-            )
+    def _warn(self, text: str) -> None:
+        if self.ranks > 1 and text not in self._warned:
+            self._warned.add(text)
+            logger.warning(text, self.ranks)
 
     def of_next(self) -> Callable[[Tensor], None]:
         """Return a function that takes the gradient of the next loss. All ranks must compute the same losses."""

@@ -254,6 +254,8 @@ class ForwardState:
             self._added.check()
         if torch.is_grad_enabled():
             self.follow()
+            if self.losses is not None:
+                self.losses.begin()
         self.gather()
         self.longest.begin(inputs, is_on=trains or (labels is not None and module is self.model))
         has_loss = module is self.model and module.training and labels is not None

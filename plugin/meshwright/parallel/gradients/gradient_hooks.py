@@ -22,6 +22,7 @@ from meshwright.errors import PlanError
 from meshwright.layout.tensor_layout import TensorLayout, layout_of
 from meshwright.mesh.axes import Mesh
 from meshwright.parallel.autograd_graph import InPass, after_backward, in_backward, take_kept_node
+from meshwright.parallel.batch.loss_gradients import LossGradients
 from meshwright.parallel.collectives import maximum
 from meshwright.parallel.gradients.program_hooks import Hook, ProgramHooks, on_every_rank
 from meshwright.parallel.shards.sharded_parameter import is_shard, whole_gradient
@@ -96,6 +97,7 @@ class GradientHooks:
 
     def __init__(self, mesh: Mesh, parameters: Iterable[nn.Parameter]):
         self.is_running = False
+        self.losses: LossGradients | None = None  # what must see each pass that brings gradients
         self._mesh = mesh
         self._order = {id(parameter): place for place, parameter in enumerate(parameters)}
         self._is_off = False

@@ -164,6 +164,8 @@ class GradientSync:
         if task == self._checked_task:
             return
         self._checked_task = task
+        if self.hooks.losses is not None:
+            self.hooks.losses.look_at_pass()
         refuse_second_order("Write loss.backward(), or use a plan of one process")
         try:
             with reading_shards():

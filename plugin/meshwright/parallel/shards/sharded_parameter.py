@@ -192,15 +192,15 @@ def show_elsewhere(parameter: Tensor, has_gradient: Callable[[], bool]) -> None:
     """
     earlier = vars(parameter).get(_GRADIENT_ELSEWHERE)
     if not isinstance(earlier, LocalGradient):
-        either = has_gradient if earlier is None else lambda: earlier() or has_gradient()
-        parameter.__dict__[_GRADIENT_ELSEWHERE] = either
+        parameter.__dict__[_GRADIENT_ELSEWHERE] = [*(earlier or ()), has_gradient]
 
 
 def _shown(parameter: Tensor, name: str) -> object:
     """Return what ``.grad`` is in place of torch's."""
     shown = vars(parameter)[name]
     if name == _GRADIENT_ELSEWHERE and not isinstance(shown, LocalGradient):
-        if not shown():
+        if not any(has_gradient() for has_gradient in shown):
+            del parameter.__dict__[name]
             return None
         with reading_shards():
             shown = LocalGradient.of(parameter.detach(), layout_if_any(parameter))
