@@ -402,3 +402,16 @@ def test_groups_and_wrappers(tmp_path: Path) -> None:
     training.optimizer.state[training.model.lm_head.weight]["what"] = object()
     with pytest.raises(mw.CheckpointError, match=r"'what' of model.embed_tokens.weight is a object"):
         mw.save_optimizer(training.model, training.optimizer, tmp_path)
+
+
+def test_what_is_left_of_a_save_hides_no_weights(tmp_path: Path) -> None:
+    training = Training(ONE)
+    training.run(0, 1)
+    training.model.save_pretrained(tmp_path)
+    mw.save_optimizer(training.model, training.optimizer, tmp_path)
+    with pytest.raises(mw.CheckpointError, match="it has an optimizer's state alone"):
+        mw.load_checkpoint(tmp_path, training.model, training.optimizer)
+    (tmp_path / "optimizer.json").unlink()  # as a first save that is killed leaves the folder
+    again = Training(ONE, seed=1)
+    mw.load_weights(again.model, tmp_path)
+    assert torch.equal(again.model.lm_head.weight, training.model.lm_head.weight)

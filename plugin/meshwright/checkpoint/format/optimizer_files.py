@@ -222,7 +222,7 @@ def _open(folder: Path, found: OptimizerParts, progress: Progress) -> tuple[tupl
             digest_in(path),
         )
     else:
-        files = replace(WeightFiles.open(path), progress=progress)
-        manifest, saved, seen = OptimizerManifest.read_whole(path), files, digest(path.read_bytes())
+        manifest = OptimizerManifest.read_whole(path)  # first, since it follows no link
+        saved, seen = replace(WeightFiles.open(path), progress=progress), digest(path.read_bytes())
     check_fits(folder, manifest, saved, found)
     return (manifest, saved), seen
