@@ -186,9 +186,7 @@ class SealedFolders:
                 check(folder)
             except CheckpointError as error:
                 skipped.append(f"{folder}: {error}")
-                on_first_rank(
-                    functools.partial(logger.warning, "%s is skipped: it is not whole: %s", folder, str(error))
-                )
+                on_first_rank(functools.partial(logger.warning, "%s is skipped: %s", folder, str(error)))
                 continue
             return folder, skipped
         return None, skipped
