@@ -244,7 +244,7 @@ def test_bad_arguments(checkpoint: str, out: str, options: tuple[str, ...], mess
 def change_config(folder: Path, value: Any) -> None:
     manifest = dataclasses.replace(Manifest.read(folder), model_config=value)
     (folder / NAME).unlink()
-    manifest.write(folder)
+    manifest.write(folder / NAME)
 
 
 @pytest.mark.parametrize("value", [{"../config.json": "{}"}, {"config.json": {}}, "{}", []], ids=str)

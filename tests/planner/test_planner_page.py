@@ -85,7 +85,9 @@ def test_a_setting_is_what_the_planner_says_of_that_job() -> None:
             space = found.space(cluster, job)
             plan = each.plan
             same = [
-                dataclasses.replace(space.candidate(region, size, zero, plan.recompute), stages=plan.stages)
+                dataclasses.replace(
+                    space.candidate(region, size, zero, plan.recompute), stages=plan.stages, recomputed=plan.recomputed
+                )
                 for region in space.regions()
                 if (region.tp, region.cp, region.context, region.pp, region.schedule, region.chunks)
                 == (plan.tp, plan.cp, plan.context, plan.pp, plan.schedule, plan.chunks)

@@ -41,7 +41,7 @@ _KEPT = 1024  # gradients; more than this arrive only if no meeting compares the
 
 
 # A leaf of the graph of each loss: torch.autograd.grad, which runs what leads to its own inputs, does not reach it.
-_PROBE = torch.zeros((), requires_grad=True)
+_PROBE = torch.empty(0, requires_grad=True)
 
 
 def probe_of(x: Tensor) -> Tensor | None:
