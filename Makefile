@@ -59,7 +59,7 @@ help:
 	@echo 'make demo          train a Llama with 4 processes by a plan it picks and prove it equal to one process; minutes'
 	@echo 'make test-quick    each capability once, while you work; 2 to 3 minutes on 2 cores'
 	@echo 'make test          every property once at full strength; 15 to 20 minutes on 2 cores; WORKERS=0 for one at a time'
-	@echo 'make test-all      also the crossings of families, plans, schedules and kills; 50 minutes on 2 cores'
+	@echo 'make test-all      also the crossings of families, plans, schedules and kills; 45 minutes on 2 cores'
 	@echo 'make test-nightly  the rest of these crossings, of which test-all runs a part; an hour and a half'
 	@echo 'make test-old-hf   the Trainer, accelerate, data and models with the oldest transformers; part of test-all'
 	@echo 'make test-s3       checkpoints over the protocol of S3, from a server on this machine; two minutes'
