@@ -92,12 +92,16 @@ def save_optimizer(model: nn.Module, optimizer: Optimizer, directory: str | os.P
 
         try:
             _, texts = exchange_together(lambda: (None, write()))
+        except Exception:  # nothing lists the parts yet, and this rank's may be on another disk than rank 0's
+            with contextlib.suppress(OSError):
+                for name in file_names(part.place, tag):
+                    (folder / name).unlink(missing_ok=True)
+            raise
+        try:
             on_first_rank(lambda: _commit(folder, manifest(), texts))
         except Exception:
-            with contextlib.suppress(OSError):
-                for name in file_names(part.place, tag):  # on this rank's disk, which may be another one
-                    (folder / name).unlink(missing_ok=True)
-                if is_first_rank():
+            if is_first_rank():
+                with contextlib.suppress(OSError):
                     _remove_unlisted(folder)
             raise
 
