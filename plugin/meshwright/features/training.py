@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
 
 from meshwright.context.region import ContextRegion
-from meshwright.facts import shared_memory
+from meshwright.facts import Facts
 from meshwright.features.decision import Build, Call, Refusal
 from meshwright.layout.tensor_layout import is_held
 from meshwright.optim.attach_gradients import install_gradient_sync, leave_gradients_to_engine
@@ -143,8 +149,46 @@ STEPS = (
 )  # fmt: skip
 
 
+def _shared_memory(facts: Facts) -> dict[str, str] | None:
+    """Return the names of two parameters that are views of the same elements, of which a step changes both."""
+    storages: dict[int, list[tuple[str, nn.Parameter]]] = {}
+    firsts = {x: name for name, x in reversed(facts.parameters.items())}
+    for x, name in reversed(firsts.items()):
+        if type(x) is nn.Parameter and x.numel() and not x.is_meta and x.layout is torch.strided:
+            storages.setdefault(x.untyped_storage()._cdata, []).append((name, x))
+    pairs = (pair for views in storages.values() for pair in _overlapping(views))
+    return next(({"parameter": one, "other": other} for one, other in pairs), None)
+
+
+def _overlapping(views: Sequence[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, str]]:
+    """Yield the names of two parameters of one storage that have an element in common, unless both are frozen."""
+    extents = [_extent(x) for _, x in views]
+    order = sorted(range(len(views)), key=extents.__getitem__)
+    for place, first in enumerate(order):
+        for second in order[place + 1 :]:
+            if extents[second][0] >= extents[first][1]:
+                break  # nor does a later one reach into the first
+            (one, x), (other, y) = views[min(first, second)], views[max(first, second)]
+            memory = np.empty(max(extents[first][1], extents[second][1]), np.uint8)  # never written, so it takes none
+            if (x.requires_grad or y.requires_grad) and np.shares_memory(_bytes(x, memory), _bytes(y, memory)):
+                yield one, other
+
+
+def _bytes(x: Tensor, memory: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return the bytes that a tensor has of a storage, as a view of a memory like it: views may interleave."""
+    size = x.element_size()
+    strides = (*(n * size for n in x.stride()), 1)
+    return np.lib.stride_tricks.as_strided(memory[x.storage_offset() * size :], (*x.shape, size), strides)
+
+
+def _extent(x: Tensor) -> tuple[int, int]:
+    """Return the first byte of a tensor in its storage, and the end of the last."""
+    start, last = int(x.storage_offset()), sum((size - 1) * n for size, n in zip(x.shape, x.stride(), strict=True))
+    return start * x.element_size(), (start + last + 1) * x.element_size()
+
+
 MEMORY = (
-    Refusal("cut weights, ZeRO", lambda call: shared_memory(call.of_decoder),
+    Refusal("cut weights, ZeRO", lambda call: _shared_memory(call.of_decoder),
             "{parameter} and {other} are two parameters of one memory, of which a step on one device changes both by "
             "the gradient of each, and the plan gives each a memory of its own",
             "Make them one parameter, a.weight = b.weight, or two, b.weight.data = b.weight.data.clone(); or use "

@@ -16,7 +16,6 @@ import uuid
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -39,7 +38,7 @@ from meshwright.errors import CheckpointError
 from meshwright.faults.every_rank import on_every_rank
 from meshwright.faults.together import exchange_together, on_first_rank, succeed_together
 from meshwright.optim.owners import OptimizerParts, parts_of
-from meshwright.optim.runtime import device_of, find_runtime
+from meshwright.optim.runtime import device_of
 from meshwright.parallel.shards.stand_in import reading_shards
 from meshwright.progress import Progress, is_first_rank
 
@@ -111,13 +110,6 @@ def _state(model: nn.Module, optimizer: Optimizer) -> RankState:
     runtime = own.found.runtime
     run = Run(model=model, runtime=runtime, device=device_of(model), mesh=runtime.mesh.without_groups())
     if run.mesh.size > 1:
-        processes = dist.get_world_size() if dist.is_initialized() else run.mesh.size
-        if processes != run.mesh.size and find_runtime(model) is None:
-            raise CheckpointError(
-                f"shard_optimizer has sharded the optimizer over {run.mesh.size} of {processes} processes, and a save "
-                "needs all of them: shard over all, shard_optimizer(optimizer), or save optimizer.state_dict() of an "
-                "optimizer that is not sharded"
-            )
         run.check()
     return RankState(
         mesh=run.mesh,

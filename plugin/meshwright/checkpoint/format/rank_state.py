@@ -94,7 +94,7 @@ class Run:
         if ranks != processes:
             raise CheckpointError(
                 f"the model is distributed over {ranks} of {processes} processes, but a checkpoint needs all of them; "
-                "pass the model that to_distributed returned"
+                "pass the model that to_distributed returned, or shard over all: shard_optimizer(optimizer)"
             )
 
     def model_tensors(self) -> tuple[dict[str, RankTensor], dict[str, str], dict[str, Tensor]]:
