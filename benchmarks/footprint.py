@@ -11,11 +11,11 @@ import transformers
 from rich.progress import track
 
 import meshwright as mw
-from meshwright.planner.expected_traffic import step_traffic
-from meshwright.planner.job.candidate import Candidate, Job
-from meshwright.planner.job.shapes import describe
-from meshwright.planner.memory.footprint import footprint
-from meshwright.tracing.trace import trace_step
+from meshwright_plan.expected_traffic import step_traffic
+from meshwright_plan.job.candidate import Candidate, Job
+from meshwright_plan.job.shapes import describe
+from meshwright_plan.memory.footprint import footprint
+from meshwright_tools.tracing.trace import trace_step
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "Phi3", "Olmo2")
 PLANS: dict[str, dict[str, Any]] = {

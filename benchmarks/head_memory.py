@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from meshwright.plan.config import ParallelPlan
 from meshwright.plan.text import parse_plan
-from meshwright.tracing.trace import Trace, trace_step
+from meshwright_tools.tracing.trace import Trace, trace_step
 
 SIZES = ((1024, 4, 1), (2048, 2, 1), (2048, 16, 1), (2048, 4, 4))  # hidden, layers, rows
 PLANS = ("tp1", "tp1 recompute=full", "tp2+sp", "tp2+sp recompute=full")

@@ -26,7 +26,7 @@ from meshwright.faults import interpose
 from meshwright.faults.collective_log import CallTrace, describe
 from meshwright.plan.config import ParallelPlan
 from meshwright.plan.text import parse_plan
-from meshwright.tracing.trace import fake_world
+from meshwright_tools.tracing.trace import fake_world
 
 PLANS = ("dp4", "dp4 zero1", "dp4 zero3", "tp4", "tp4+sp", "dp2 tp2+sp zero3")
 IDS = torch.zeros(2, 8, dtype=torch.int64)

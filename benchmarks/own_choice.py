@@ -25,11 +25,11 @@ import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import meshwright as mw
-from meshwright.planner.job.candidate import Job
-from meshwright.planner.job.shapes import describe
-from meshwright.planner.machine.hardware import HardwareProfile
-from meshwright.planner.search.search import Search, search
-from meshwright.planner.search.space import Space
+from meshwright_plan.job.candidate import Job
+from meshwright_plan.job.shapes import describe
+from meshwright_plan.machine.hardware import HardwareProfile
+from meshwright_plan.search.search import Search, search
+from meshwright_plan.search.space import Space
 
 SMALL = {"num_attention_heads": 8, "num_key_value_heads": 4, "use_cache": False}
 # Name -> config, sequences per batch, tokens per sequence: wide and short, deep and long, a large vocabulary.
@@ -116,7 +116,7 @@ def main() -> None:
     for processes in arguments.processes:
         with tempfile.TemporaryDirectory() as folder:
             profile, result = f"{folder}/profile.json", f"{folder}/result.json"
-            calibrate = [sys.executable, "-m", "meshwright.cli", "calibrate", "--output", profile]
+            calibrate = [sys.executable, "-m", "meshwright_tools.cli", "calibrate", "--output", profile]
             subprocess.run([*calibrate, "--processes", str(processes), "--seconds", str(arguments.seconds)], check=True)
             launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
             here = ["-m", "benchmarks.own_choice", "--profile", profile, "--result", result]

@@ -16,11 +16,11 @@ import typer
 
 from benchmarks.published_runs.score import LeaveOut, Score, held_out, predictions_of, validate
 from benchmarks.published_runs.table import Run, read_runs, summary
-from meshwright.planner.job.candidate import Job
-from meshwright.planner.job.shapes import ModelShape
-from meshwright.planner.machine.hardware import Cluster, HardwareProfile, device
-from meshwright.planner.search.search import search
-from meshwright.planner.search.space import Space
+from meshwright_plan.job.candidate import Job
+from meshwright_plan.job.shapes import ModelShape
+from meshwright_plan.machine.hardware import Cluster, HardwareProfile, device
+from meshwright_plan.search.search import search
+from meshwright_plan.search.space import Space
 
 EXCERPT = Path("tests/data/published_runs_excerpt.csv")
 ROWS = 8  # calibration rows per source
@@ -126,7 +126,9 @@ def speed() -> Iterator[str]:
     found = search(Space(shape=LLAMA_405B, cluster=cluster, job=job, allow_future=True))
     yield _line(f"405B on 16,384 GPUs, {found.considered:,} legal plans", f"{time.perf_counter() - start:.1f}", [])
     start = time.perf_counter()
-    subprocess.run([sys.executable, "-m", "meshwright.cli", "plan", "--help"], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [sys.executable, "-m", "meshwright_tools.cli", "plan", "--help"], check=True, stdout=subprocess.DEVNULL
+    )
     yield _line("meshwright plan --help", f"{time.perf_counter() - start:.1f}", [])
 
 

@@ -130,7 +130,7 @@ def _family(name: str, plan: str, tiny: bool) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
         values = {key: value for key, value in config.to_dict().items() if key not in ("dtype", "use_cache")}
         (Path(folder) / "config.json").write_text(json.dumps(values))
-        command = [sys.executable, "-m", "meshwright.cli", "verify", "--model", folder, "--plan", plan, "--json"]
+        command = [sys.executable, "-m", "meshwright_tools.cli", "verify", "--model", folder, "--plan", plan, "--json"]
         started = time.monotonic()
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         seconds = time.monotonic() - started

@@ -13,7 +13,7 @@ import typer
 from benchmarks.published_runs.report import validation_dict, validation_table
 from benchmarks.published_runs.score import validate
 from benchmarks.published_runs.table import read_runs, summary
-from meshwright.planner.machine.hardware import HardwareProfile
+from meshwright_plan.machine.hardware import HardwareProfile
 
 
 class LeaveOut(StrEnum):

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from benchmarks.published_runs.other_runtimes import OtherModel
 from benchmarks.published_runs.table import Run
-from meshwright.planner.machine.hardware import Coefficients
+from meshwright_plan.machine.hardware import Coefficients
 
 Array = NDArray[np.float64]
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.errors import PlanError
-from meshwright.planner.job.layer_shape import ExpertShape, LayerShape
-from meshwright.planner.job.shapes import ModelShape
+from meshwright_plan.job.layer_shape import ExpertShape, LayerShape
+from meshwright_plan.job.shapes import ModelShape
 
 # What a row states of experts: in a column of one of these names, or as "name=number" in the notes.
 _NAMES: Mapping[str, tuple[str, ...]] = {

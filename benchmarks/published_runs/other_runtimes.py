@@ -8,14 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import cast
 
-from meshwright.planner.context_cost import Exchanges, exchanges
-from meshwright.planner.job.candidate import Candidate, Job, Logits
-from meshwright.planner.job.layer_shape import ExpertShape, LayerShape
-from meshwright.planner.job.shapes import ModelShape
-from meshwright.planner.memory.activations import Saved
-from meshwright.planner.memory.peak import Memory, Stage, fullest_stages, saved_by_stage
-from meshwright.planner.time.layer import REMOTE, Forward
-from meshwright.planner.time.step import StepModel
+from meshwright_plan.context_cost import Exchanges, exchanges
+from meshwright_plan.job.candidate import Candidate, Job, Logits
+from meshwright_plan.job.layer_shape import ExpertShape, LayerShape
+from meshwright_plan.job.shapes import ModelShape
+from meshwright_plan.memory.activations import Saved
+from meshwright_plan.memory.peak import Memory, Stage, fullest_stages, saved_by_stage
+from meshwright_plan.time.layer import REMOTE, Forward
+from meshwright_plan.time.step import StepModel
 
 
 @dataclass(frozen=True, kw_only=True)

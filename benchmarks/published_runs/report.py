@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.published_runs.score import Score
-from meshwright.planner.formatting import grid
+from meshwright_plan.formatting import grid
 
 
 def validation_table(scores: Sequence[Score]) -> str:

@@ -14,8 +14,8 @@ from benchmarks.published_runs.fit import Fit, choose, estimate, fit
 from benchmarks.published_runs.other_runtimes import other_peak
 from benchmarks.published_runs.table import Run
 from meshwright.errors import PlanError
-from meshwright.planner.machine.hardware import Coefficients, HardwareProfile
-from meshwright.planner.search.search import tie_key
+from meshwright_plan.machine.hardware import Coefficients, HardwareProfile
+from meshwright_plan.search.search import tie_key
 
 LeaveOut = Literal["rows", "model", "gpus", "test"]
 Draw = Literal["chosen", "random"]

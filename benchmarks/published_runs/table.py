@@ -24,10 +24,10 @@ from benchmarks.published_runs.table_words import (
 from meshwright.errors import PlanError
 from meshwright.plan.partition import even_stages
 from meshwright.plan.schedule import check
-from meshwright.planner.job.candidate import Candidate
-from meshwright.planner.job.shapes import ModelShape
-from meshwright.planner.machine.devices import matmul_peak
-from meshwright.planner.machine.hardware import Cluster
+from meshwright_plan.job.candidate import Candidate
+from meshwright_plan.job.shapes import ModelShape
+from meshwright_plan.machine.devices import matmul_peak
+from meshwright_plan.machine.hardware import Cluster
 
 COLUMNS = (
     "source", "model", "hidden", "layers", "heads", "kv_heads", "ffn", "vocab", "params_B", "gpu", "n_gpus",

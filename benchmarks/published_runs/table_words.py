@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping
 
 from meshwright.errors import PlanError
-from meshwright.planner.job.candidate import Precision, Recompute
-from meshwright.planner.machine.hardware import Device, device
+from meshwright_plan.job.candidate import Precision, Recompute
+from meshwright_plan.machine.hardware import Device, device
 
 # Names of devices; a letter before a name makes it another device, as in GH200 and GB300, and so does H100's NVL.
 _DEVICES = tuple(

@@ -15,7 +15,7 @@ import meshwright as mw
 from conformance.families.parity import batch
 from meshwright.errors import UnreadableTensorError
 from meshwright.parallel.losses.head_losses import find_loss
-from meshwright.verification.float64_modules import in_float64
+from meshwright_tools.verification.float64_modules import in_float64
 from support.exact import gradient_differences
 
 ROWS = ("plain", "packed", "padded")

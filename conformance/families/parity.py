@@ -17,7 +17,7 @@ from conformance.families.models import DENSE, build, tiny_config
 from meshwright.parallel.tensor_parallel.structure import DecoderStructure, describe
 from meshwright.roles import Role, plan_for
 from meshwright.roles.linear_kernel import output_dim
-from meshwright.verification.float64_modules import in_float64
+from meshwright_tools.verification.float64_modules import in_float64
 from support.exact import gradient_differences, relative_difference
 
 TOLERANCE = 1e-10

@@ -43,7 +43,7 @@ from conformance.families.tiny_models import MAPPINGS, Tiny, UnbuiltError, tiny,
 from meshwright.mesh.process_group import start_process_group
 from meshwright.parallel.losses.head_losses import find_loss
 from meshwright.plan.text import parse_plan
-from meshwright.verification.float64_modules import in_float64
+from meshwright_tools.verification.float64_modules import in_float64
 from support.exact import gradient_differences
 
 PLANS = ("dp2 zero3", "tp2+sp", "pp2", "cp2")

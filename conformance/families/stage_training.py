@@ -29,7 +29,7 @@ from conformance.families.kept_results import TIMEOUT, KeptResults, ResultsFile,
 from conformance.families.stages import build_deeper
 from meshwright.mesh.process_group import world_size
 from meshwright.plan.schedule import SCHEDULES
-from meshwright.verification.float64_modules import in_float64
+from meshwright_tools.verification.float64_modules import in_float64
 from support.exact import relative_difference
 
 # Plain, tied with soft caps, tied with transposed weights, with a window, fused, with inner norms, with norms of heads,

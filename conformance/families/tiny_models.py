@@ -16,7 +16,7 @@ from transformers.models.auto import modeling_auto
 from conformance.families import expert_models, models
 from conformance.families.tiny_batches import Batch, Batches
 from conformance.families.tiny_configs import Shrinker, Words
-from meshwright.verification.float64_modules import in_float64, run_experts_in_float64
+from meshwright_tools.verification.float64_modules import in_float64, run_experts_in_float64
 
 _NAMES = {
     "causal-lm": "CAUSAL_LM",

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import meshwright as mw
 from meshwright.choose.given_plan import resolve_plan
-from meshwright.verification.float64_modules import in_float64
+from meshwright_tools.verification.float64_modules import in_float64
 from support.exact import gradient_differences, relative_difference
 from support.short_programs import gradients_of, weights_of
 from support.summation_orders import added_in_halves

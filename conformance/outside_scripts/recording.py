@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.verification.float64_modules import in_float64
+from meshwright_tools.verification.float64_modules import in_float64
 
 STAND_INS = Path(__file__).parent / "stand_ins"
 

@@ -35,7 +35,7 @@ from meshwright.pipeline.pipeline_forward import PipelineForward
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.roles import ShardingPlan, plan_for
 from meshwright.roles.adapters import without_wrappers
-from meshwright.tracing.trace import fake_world, foresee
+from meshwright_tools.tracing.trace import fake_world, foresee
 
 __all__ = ["Finding", "check_plan"]
 

@@ -3,8 +3,7 @@
 configs.py    ``from_pretrained(distributed_config=...)``     distributed_config.py  plans in configs of models
 batches.py    a rank's batches and the global batch           callback.py            callbacks for a Trainer
 datasets.py   shards of streams, packing                      trl.py                 TRL's trainers under a plan
-styles.py     styles for transformers' own tp                 short_model.py         a small model of a real config
-doctor.py     what is installed and works                     versions.py            the versions that are tested
+styles.py     styles for transformers' own tp                 versions.py            the versions that are tested
 """
 
 from __future__ import annotations

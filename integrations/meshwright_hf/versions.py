@@ -44,7 +44,7 @@ TESTED = {
     "trl": Range(oldest="1.16", newest="1.16", purpose="its trainers"),
 }
 
-_LIBRARIES = {"meshwright", "meshwright_hf", *TESTED}
+_LIBRARIES = {"meshwright", "meshwright_tools", "meshwright_hf", *TESTED}
 
 
 SAID_VARIABLE = "MESHWRIGHT_UNTESTED"  # what meshwright launch has said for the processes that it starts

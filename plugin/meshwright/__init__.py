@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from meshwright.plan.config import ParallelPlan, ToDistributedConfig
     from meshwright.plan.loader_options import LoaderOptions
     from meshwright.roles import Role, ShardingPlan, decoder_roles, infer_plan, register_plan
-    from meshwright.verification.verify import verify
+    from meshwright_tools.verification.verify import verify
 
 # Module -> its public names. Names are imported on first use, so that the planner and the command line start without
 # importing torch.
@@ -107,9 +107,9 @@ _HOMES = {
     "optim.attach_gradients": ("shard_optimizer",),
     "placement": ("Partial", "Replicate", "Shard", "reshard", "shard_tensor"),
     "roles": ("Role", "ShardingPlan", "decoder_roles", "infer_plan", "register_plan"),
-    "verification.verify": ("verify",),
 }
 _HOME = {name: f"meshwright.{module}" for module, names in _HOMES.items() for name in names}
+_HOME["verify"] = "meshwright_tools.verification.verify"
 
 __all__ = [
     "AlreadyDistributedError",

@@ -19,11 +19,11 @@ from benchmarks.published_runs.__main__ import main
 from benchmarks.published_runs.fit import Fit, choose, estimate, fit
 from benchmarks.published_runs.score import LeaveOut, Score, band, held_out, splits, validate
 from benchmarks.published_runs.table import Run, read_runs, summary
-from meshwright.cli import app
 from meshwright.errors import PlanError
-from meshwright.planner.machine.hardware import Coefficients, HardwareProfile
-from meshwright.planner.memory.peak import peak_memory
-from meshwright.planner.time.step import StepModel
+from meshwright_plan.machine.hardware import Coefficients, HardwareProfile
+from meshwright_plan.memory.peak import peak_memory
+from meshwright_plan.time.step import StepModel
+from meshwright_tools.cli import app
 from support.tiers import crossings
 
 EXCERPT = Path(__file__).parents[1] / "data" / "published_runs_excerpt.csv"

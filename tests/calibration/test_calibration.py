@@ -16,13 +16,10 @@ import numpy as np
 import pytest
 import torch
 
-from meshwright.calibration.compute import Probe, compute_probes, measure, sample_seconds
-from meshwright.calibration.from_probes import fit, nonnegative
-from meshwright.calibration.measure import calibrate, report
 from meshwright.errors import PlanError
-from meshwright.planner.job.candidate import Candidate, Job
-from meshwright.planner.job.shapes import ModelShape
-from meshwright.planner.machine.hardware import (
+from meshwright_plan.job.candidate import Candidate, Job
+from meshwright_plan.job.shapes import ModelShape
+from meshwright_plan.machine.hardware import (
     PROFILE_VERSION,
     Cluster,
     Coefficients,
@@ -30,7 +27,10 @@ from meshwright.planner.machine.hardware import (
     HardwareProfile,
     Measurement,
 )
-from meshwright.planner.time.step import StepModel
+from meshwright_plan.time.step import StepModel
+from meshwright_tools.calibration.compute import Probe, compute_probes, measure, sample_seconds
+from meshwright_tools.calibration.from_probes import fit, nonnegative
+from meshwright_tools.calibration.measure import calibrate, report
 
 FLOPS, BANDWIDTH, FAST, SLOW = 8e11, 5e10, 4e9, 5e8
 TRUE = Coefficients(
@@ -333,7 +333,7 @@ def test_two_processes_measure_and_plan(tmp_path: Path, preloaded_python: Path) 
     )  # fmt: skip
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     environment.pop("OMP_NUM_THREADS", None)
-    meshwright = [str(preloaded_python), "-m", "meshwright.cli"]
+    meshwright = [str(preloaded_python), "-m", "meshwright_tools.cli"]
 
     def run(*words: str) -> str:
         done = subprocess.run([*meshwright, *words], env=environment, capture_output=True, text=True, timeout=200)

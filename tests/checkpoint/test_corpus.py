@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import meshwright as mw
 from meshwright.checkpoint.format.checkpoint_folders import FORMAT
 from meshwright.checkpoint.sealed import check_seal
-from meshwright.cli import app
+from meshwright_tools.cli import app
 from support import corpus, optimizer_files
 from support.corpus import PLANS, Program, plan_of, ranks_of, values
 from support.hostile import manifest_of

@@ -25,8 +25,8 @@ from meshwright.checkpoint.files import disk
 from meshwright.checkpoint.format import part_files
 from meshwright.checkpoint.format.checkpoint_folders import Manifest
 from meshwright.checkpoint.format.load_weights import CheckpointWeights
-from meshwright.checkpoint.inspect.export_checkpoint import export_checkpoint
-from meshwright.cli import app
+from meshwright_tools.checkpoints.export_checkpoint import export_checkpoint
+from meshwright_tools.cli import app
 from support.construction import assert_equal, distribute, make
 from support.models import build
 from support.tiers import crossing

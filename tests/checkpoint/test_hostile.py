@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 import meshwright as mw
 from harness.programs import run_program
-from meshwright.cli import app
+from meshwright_tools.cli import app
 from support.hostile import CHECKPOINTS, FILE, MARK, OPTIMIZERS, WEIGHTS, safetensors, tensor, to_format_1
 from support.optimizer_files import to_whole_tensors
 from support.tiers import crossing

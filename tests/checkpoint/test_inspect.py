@@ -21,8 +21,8 @@ from meshwright.checkpoint.format import part_files
 from meshwright.checkpoint.format.checkpoint_folders import NAME, Manifest
 from meshwright.checkpoint.format.load_weights import miscovered
 from meshwright.checkpoint.format.part_files import FileRecord, file_names
-from meshwright.cli import app
 from meshwright.layout.row_layout import StridedBlock
+from meshwright_tools.cli import app
 
 TENSORS, INDEX = file_names(0)
 

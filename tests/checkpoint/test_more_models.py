@@ -16,7 +16,7 @@ from transformers import AutoConfig
 
 import meshwright as mw
 import meshwright_hf
-from meshwright.checkpoint.inspect.inspect_checkpoint import inspect_checkpoint
+from meshwright_tools.checkpoints.inspect_checkpoint import inspect_checkpoint
 from support import hybrid_models, vision_models
 from support.construction import assert_equal
 from support.tiers import crossings

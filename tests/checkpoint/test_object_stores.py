@@ -26,10 +26,10 @@ import meshwright as mw
 from meshwright.checkpoint.files import reading
 from meshwright.checkpoint.files.place import Url, place
 from meshwright.checkpoint.format.checkpoint_folders import NAME, Manifest
-from meshwright.checkpoint.inspect.export_checkpoint import export_checkpoint
-from meshwright.cli import app
 from meshwright.errors import CheckpointError, RemoteError
 from meshwright_hf.trainer.checks import check_arguments
+from meshwright_tools.checkpoints.export_checkpoint import export_checkpoint
+from meshwright_tools.cli import app
 from support.exact import Float64
 from support.faulty_disk import Killed
 from support.object_stores import SharedStore, fail_at

@@ -150,7 +150,7 @@ def test_a_full_disk_is_named(job: Any, tmp_path: Path, monkeypatch: Any) -> Non
         job("b", step=2)
     assert error.value.errno == errno.ENOSPC
     with pytest.raises(OSError, match=r"bytes are free in .*whole.*out'$"):
-        from meshwright.checkpoint.inspect.export_checkpoint import export_checkpoint
+        from meshwright_tools.checkpoints.export_checkpoint import export_checkpoint
 
         export_checkpoint(tmp_path / "a", tmp_path / "out")
     monkeypatch.undo()

@@ -17,13 +17,13 @@ import meshwright as mw
 from meshwright.choose.given_plan import given_plan, save_plan
 from meshwright.choose.model_sizes import kind_of
 from meshwright.choose.picked_plan import against_stages, pick_plan, why_not_cut
-from meshwright.cli import app
-from meshwright.planner.job.candidate import Candidate, Job
-from meshwright.planner.job.optimizers import OPTIMIZERS
-from meshwright.planner.job.shapes import describe
-from meshwright.planner.machine.hardware import CATALOGUE, Cluster
-from meshwright.planner.memory.footprint import footprint
-from meshwright.planner.memory.peak import peak_memory
+from meshwright_plan.job.candidate import Candidate, Job
+from meshwright_plan.job.optimizers import OPTIMIZERS
+from meshwright_plan.job.shapes import describe
+from meshwright_plan.machine.hardware import CATALOGUE, Cluster
+from meshwright_plan.memory.footprint import footprint
+from meshwright_plan.memory.peak import peak_memory
+from meshwright_tools.cli import app
 from support.models import build, tokens
 from support.optimizers import Lamb, OfOneNorm
 from support.short_programs import losses_of

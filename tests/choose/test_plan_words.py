@@ -26,7 +26,7 @@ from meshwright.plan.config import PLAN_FIELDS
 from meshwright.plan.parts import METHODS
 from meshwright.plan.schedule import SCHEDULES
 from meshwright.plan.text import format_plan, parse_plan
-from meshwright.planner.job.candidate import Candidate
+from meshwright_plan.job.candidate import Candidate
 
 pytestmark = pytest.mark.quick
 

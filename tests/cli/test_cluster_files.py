@@ -16,8 +16,8 @@ import yaml
 from typer.testing import CliRunner
 
 from meshwright.choose.given_plan import fields_of_text
-from meshwright.cli import app
-from meshwright.cli.launch import _own_options
+from meshwright_tools.cli import app
+from meshwright_tools.cli.launch import _own_options
 
 # Of JobSet 0.9 and SkyPilot 0.14.1, without what the files do not use.
 SCHEMAS = json.loads((Path(__file__).parents[1] / "data" / "scheduler_schemas.json").read_text())

@@ -20,20 +20,20 @@ import yaml
 from typer.testing import CliRunner
 
 from meshwright.choose.given_plan import read_plan, save_plan
-from meshwright.cli import app
 from meshwright.errors import PlanError
 from meshwright.monitor.records import FILE, RunRecords, provenance
-from meshwright.monitor.report import ReportServer, _Handler, figures_of, report, write_report
-from meshwright.monitor.report_data import header
-from meshwright.monitor.run_folders import find_runs
 from meshwright.plan.config import ToDistributedConfig
-from meshwright.planner.job.candidate import Candidate
-from meshwright.planner.machine.devices import device
-from meshwright.planner.machine.hardware import Cluster, HardwareProfile
 from meshwright.printable import shell_word
-from meshwright_hf.cluster_files import kubernetes, ray, skypilot, slurm
-from meshwright_hf.cluster_files.cluster_job import ClusterJob
 from meshwright_hf.launch.launcher import accelerate_config
+from meshwright_plan.job.candidate import Candidate
+from meshwright_plan.machine.devices import device
+from meshwright_plan.machine.hardware import Cluster, HardwareProfile
+from meshwright_tools.cli import app
+from meshwright_tools.cluster_files import kubernetes, ray, skypilot, slurm
+from meshwright_tools.cluster_files.cluster_job import ClusterJob
+from meshwright_tools.report.report import ReportServer, _Handler, figures_of, report, write_report
+from meshwright_tools.report.report_data import header
+from meshwright_tools.report.run_folders import find_runs
 
 PLAN = Candidate(shard=2, tp=1, micro_batch=1, accumulation=1)
 ENDS = [*"\n\r\x0b\x0c\x1c\x85\u2028\u2029\\'\ud800\ufeff", '"""', "\x1b[31m"]
@@ -161,7 +161,7 @@ def test_the_time_of_a_log_is_linear(tmp_path: Path) -> None:
 
 def test_the_server_answers_with_a_sentence_and_leaves_who_says_nothing(tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / FILE).write_text("".join(json.dumps(one) + "\n" for one in GOOD))
-    monkeypatch.setattr("meshwright.monitor.report.page_of", lambda *_, **__: [][0])
+    monkeypatch.setattr("meshwright_tools.report.report.page_of", lambda *_, **__: [][0])
     assert _Handler.timeout is not None and _Handler.timeout <= 60  # of a connection that says nothing
     with ReportServer([tmp_path]) as server:
         Thread(target=server.serve_forever, daemon=True).start()

@@ -27,8 +27,6 @@ from typer.testing import CliRunner
 import meshwright as mw
 from harness.launchers import run_command
 from meshwright.choose.given_plan import PLAN_VARIABLE, REPLAN_VARIABLE, USED_VARIABLE, given_plan, plan_line, read_plan
-from meshwright.cli import app
-from meshwright.cli.command import Context, Schedule
 from meshwright.mesh.process_group import node_count
 from meshwright.plan.parts import METHODS
 from meshwright.plan.schedule import SCHEDULES
@@ -36,6 +34,8 @@ from meshwright_hf.launch import job as network
 from meshwright_hf.launch import launcher
 from meshwright_hf.launch.job import Launch, find_plan
 from meshwright_hf.launch.launcher import accelerate_arguments, watched_plan
+from meshwright_tools.cli import app
+from meshwright_tools.cli.command import Context, Schedule
 from support.models import build, tokens
 
 PLAN = mw.ParallelPlan(dp=2, tp=2, sequence_parallel=True, zero_stage=1)
@@ -486,7 +486,7 @@ def test_a_configuration_is_printed_alone(tmp_path: Path) -> None:
 
 
 def test_help_waits_for_nothing() -> None:
-    code = "import sys, meshwright.cli; print([m for m in ('torch', 'numpy', 'accelerate') if m in sys.modules])"
+    code = "import sys, meshwright_tools.cli; print([m for m in ('torch', 'numpy', 'accelerate') if m in sys.modules])"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"
     text = CliRunner().invoke(app, ["launch", "--help"]).output

@@ -74,7 +74,7 @@ def test_a_lost_host_ends_the_other_with_an_error_that_names_it(
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     environment.pop("GLOO_SOCKET_IFNAME", None)  # the launcher shall find it
     options = ["--cpu", "--dp", "2", "--tp", "2", "--num_machines", "2", "--main_process_ip"]
-    command = [str(preloaded_python), "-m", "meshwright.cli", "launch", *options]
+    command = [str(preloaded_python), "-m", "meshwright_tools.cli", "launch", *options]
     with two_hosts() as hosts:
         logs = [tmp_path / f"{host.name}.log" for host in hosts]
         launchers = [
@@ -131,7 +131,9 @@ def test_a_job_goes_on_with_the_machine_that_is_left(tmp_path: Path, preloaded_p
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     environment.pop("GLOO_SOCKET_IFNAME", None)
-    command = f"{preloaded_python} -m meshwright.cli launch --cpu --dp 2 --tp 2 --num_machines 1:2 --max-restarts 3"
+    command = (
+        f"{preloaded_python} -m meshwright_tools.cli launch --cpu --dp 2 --tp 2 --num_machines 1:2 --max-restarts 3"
+    )
     with two_hosts() as hosts, contextlib.chdir(tmp_path):
         options = ["--start_timeout", "10", "--main_process_ip", hosts[0].address]
         logs = [tmp_path / f"{host.name}.log" for host in hosts]

@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 
 from harness.launchers import run_command
 from meshwright.checkpoint.files.local_disk import note_saved
-from meshwright.cli import app
 from meshwright_hf.launch.job import RESUME_VARIABLE, Launch, misplaced_options, script_and_arguments
 from meshwright_hf.launch.launcher import saves_noted
 from meshwright_hf.trainer.folders import checkpoint_to_resume
+from meshwright_tools.cli import app
 
 
 @pytest.fixture

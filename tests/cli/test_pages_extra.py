@@ -25,7 +25,7 @@ sys.modules["jinja2"] = sys.modules["markupsafe"] = None
 import meshwright as mw
 for name in mw.__all__:
     getattr(mw, name)
-from meshwright.cli import main
+from meshwright_tools.cli import main
 ended = {}
 for name, arguments in json.loads(sys.argv[1]).items():
     sys.argv = ["meshwright", *arguments]
@@ -66,5 +66,5 @@ def test_a_page_without_the_extra_is_an_error_of_one_line(command: str, ended: t
     code, output, errors = ended[1][command]
     assert code == 2 and not output
     [line] = errors.splitlines()
-    assert line.endswith("jinja2, which is not installed: pip install 'meshwright[pages]'")
+    assert line.endswith("jinja2, which is not installed: pip install 'meshwright[tools]'")
     assert not list(ended[0].glob("*.html"))

@@ -13,7 +13,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from typer.testing import CliRunner
 
 from meshwright.choose.given_plan import resolve_plan
-from meshwright.cli import app
+from meshwright_tools.cli import app
 
 CONFIG = {
     "model_type": "llama", "num_hidden_layers": 8, "hidden_size": 1024, "num_attention_heads": 8,
@@ -215,7 +215,7 @@ def test_what_is_refused(config: Path, options: str, message: str) -> None:
 
 
 def test_a_plan_that_cannot_run_is_not_saved(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from meshwright.planner.job.candidate import Candidate
+    from meshwright_plan.job.candidate import Candidate
 
     monkeypatch.setattr(Candidate, "runs_today", property(lambda plan: False))
     done = run(config, f"--gpus 8 --allow-future --save {tmp_path / 'plan.yaml'}")

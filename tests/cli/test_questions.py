@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from meshwright.cli import app
+from meshwright_tools.cli import app
 from support.tiers import crossings
 
 GB, GIB = 1e9, 2**30

@@ -5,7 +5,7 @@ from __future__ import annotations
 from conformance.families.context_page import PAGE, REFUSED, rows
 from conformance.families.models import DENSE
 from meshwright.plan.parts import METHODS
-from meshwright.planner.job.layer_shape import traits_of
+from meshwright_plan.job.layer_shape import traits_of
 
 ROWS = rows(PAGE.read_text())
 

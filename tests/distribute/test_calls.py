@@ -19,8 +19,8 @@ from meshwright.distribute.check_arguments import explained
 from meshwright.errors import PlanError
 from meshwright.facts import Facts
 from meshwright.faults.together import on_first_rank, succeed_together
-from meshwright.planner.job.shapes import describe
 from meshwright.roles import plan_for
+from meshwright_plan.job.shapes import describe
 from support.models import build
 
 pytestmark = pytest.mark.quick

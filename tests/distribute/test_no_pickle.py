@@ -11,9 +11,9 @@ import torch
 from torch.utils.data import DataLoader
 
 import meshwright as mw
-from meshwright.checkpoint.inspect.export_checkpoint import export_checkpoint
 from meshwright.data.stream import ShardedStream
 from meshwright.mesh.axes import Axis
+from meshwright_tools.checkpoints.export_checkpoint import export_checkpoint
 from support.models import build
 from support.no_pickle import NoPickle
 

@@ -66,7 +66,8 @@ def missing_files(text: str, folders: Iterable[Path]) -> list[str]:
 
 def test_the_files_that_packages_and_the_design_name_exist() -> None:
     """The docstring of a package is the index of its files, and design.md that of the packages."""
-    roots = [ROOT / "plugin/meshwright", ROOT / "integrations/meshwright_hf"]
+    packages = ("plugin/meshwright", "plugin/meshwright_plan", "plugin/meshwright_tools", "integrations/meshwright_hf")
+    roots = [ROOT / "plugin", *(ROOT / package for package in packages)]
     folders = [path.parent for root in roots for path in root.rglob("__init__.py")]
     for folder in folders:
         docstring = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from examples.demo.prove import gradient_differences
-from meshwright.checkpoint.inspect.inspect_checkpoint import inspect_checkpoint
+from meshwright_tools.checkpoints.inspect_checkpoint import inspect_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 TIME_LIMIT = 240  # seconds; about 20 on a free machine

@@ -62,7 +62,7 @@ def _main(arguments: tuple[str, ...], folder: str, log: str, environment: dict[s
     os.environ.clear()
     os.environ.update(environment, PYTHONPATH=os.pathsep.join(path for path in sys.path if path))
     sys.argv = ["meshwright", *arguments]
-    from meshwright.cli import main
+    from meshwright_tools.cli import main
 
     code = 1
     try:

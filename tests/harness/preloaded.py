@@ -74,7 +74,7 @@ sys.exit(code)
 COMMANDS = {
     "python": [],
     "torchrun": ["-m", "torch.distributed.run"],
-    "meshwright": ["-m", "meshwright.cli"],
+    "meshwright": ["-m", "meshwright_tools.cli"],
     "accelerate": ["-m", "accelerate.commands.accelerate_cli"],
     "pytest": ["-m", "pytest", "--collect-only", "-q"],
 }
@@ -121,7 +121,7 @@ def _serve(
     listener: socket.socket, address: str, python: str, parsed_only: tuple[str, ...], added: dict[str, list[str]]
 ) -> None:
     """Fork a process for each call, which waits for another one that runs the program."""
-    for module in ("torch.distributed.run", "accelerate.commands.accelerate_cli", "meshwright.calibration"):
+    for module in ("torch.distributed.run", "accelerate.commands.accelerate_cli", "meshwright_tools.calibration"):
         importlib.import_module(module)
     gc.freeze()  # in the programs, too: a collection there would copy each page that they share with this process
     forkserver._forkserver._forkserver_address = address  # type: ignore[attr-defined]

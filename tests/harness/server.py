@@ -14,7 +14,7 @@ PRELOAD = [
     "peft",
     "transformers.models.llama.modeling_llama",
     "transformers.trainer",
-    "meshwright.cli",
+    "meshwright_tools.cli",
     "meshwright.distribute.to_distributed",
     "meshwright_hf.accelerate",
     "meshwright_hf.launch.launcher",

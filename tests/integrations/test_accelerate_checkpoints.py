@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import meshwright as mw
 from meshwright.checkpoint.sealed import check_seal
-from meshwright.cli import app
+from meshwright_tools.cli import app
 from support.accelerated import ACCUMULATION, Run, Script, accelerator, exact, resume_script, run_script
 from support.kills import counted, endings, fingerprint, try_faults
 

@@ -27,10 +27,10 @@ from typer.testing import CliRunner
 import meshwright as mw
 from meshwright.checkpoint.files import local_disk
 from meshwright.checkpoint.sealed import Seal, check_seal
-from meshwright.cli import app
 from meshwright_hf.launch.job import JOB_VARIABLE, RESTARTED_VARIABLE
 from meshwright_hf.trainer.control import save_together_on_sigterm
 from meshwright_hf.trainer.folders import PROGRESS, TrainerProgress, checkpoint_to_resume
+from meshwright_tools.cli import app
 from support.kills import counted, endings, fingerprint, try_faults
 from support.tiers import crossing
 from support.trainers import Rows, Run, arguments, fresh_accelerate, make_trainer, run_trainer

@@ -20,8 +20,8 @@ from meshwright.choose.picked_plan import plan_card
 from meshwright.monitor.card import Card, Comparison, Estimate, Machine, candidate_of, estimate
 from meshwright.monitor.figures import Figures, RankFigures, StepFigures, clock, line, say, together
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
-from meshwright.planner.job.shapes import describe
-from meshwright.planner.machine.hardware import Cluster, Coefficients, HardwareProfile, device
+from meshwright_plan.job.shapes import describe
+from meshwright_plan.machine.hardware import Cluster, Coefficients, HardwareProfile, device
 from support.models import build
 
 LENGTH = 16

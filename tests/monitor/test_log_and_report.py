@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from meshwright.cli import app
 from meshwright.errors import PlanError
 from meshwright.monitor.records import FILE, RunLog, read_records
-from meshwright.monitor.report import report
+from meshwright_tools.cli import app
+from meshwright_tools.report.report import report
 
 RUN: dict[str, Any] = {
     "first_step": 0, "model": "Llama<script>", "parameters": 8_000_000, "plan": "dp2 zero1", "why": "given in the call",

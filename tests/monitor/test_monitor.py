@@ -23,7 +23,7 @@ from meshwright.monitor.monitor import monitor_of
 from meshwright.monitor.records import read_records
 from meshwright.optim.runtime import runtime_of
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
-from meshwright.planner.job.shapes import describe
+from meshwright_plan.job.shapes import describe
 from support import anatomies
 from support.models import build
 
@@ -198,8 +198,8 @@ def test_accumulation_a_copy_and_a_resumed_run_in_one_process(tmp_path: Path) ->
 
 def test_flops_of_a_run_by_hand(tmp_path: Path) -> None:
     """MFU is the FLOPs of the tokens by the planner's formula, divided by the time and the peak of a profile."""
-    from meshwright.planner.machine.devices import CATALOGUE
-    from meshwright.planner.machine.hardware import HardwareProfile
+    from meshwright_plan.machine.devices import CATALOGUE
+    from meshwright_plan.machine.hardware import HardwareProfile
 
     profile = HardwareProfile(name="this machine", device=CATALOGUE["cpu"], dtype="float32", rows=3)
     profile.save(tmp_path / "machine.json")

@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from meshwright.cli import app
 from meshwright.errors import PlanError
-from meshwright.monitor import report as report_server
 from meshwright.monitor.records import RunLog
-from meshwright.monitor.report import ReportServer, page_of, report
-from meshwright.monitor.report_data import alerts, report_data
-from meshwright.monitor.run_folders import find_runs
+from meshwright_tools.cli import app
+from meshwright_tools.report import report as report_server
+from meshwright_tools.report.report import ReportServer, page_of, report
+from meshwright_tools.report.report_data import alerts, report_data
+from meshwright_tools.report.run_folders import find_runs
 
 RUN: dict[str, Any] = {
     "first_step": 0, "model": "Llama", "parameters": 22_176, "plan": "dp2", "why": "given in the call",

@@ -12,7 +12,7 @@ from meshwright.parallel.fake_passes.measured_shape import LiveBytes
 from meshwright.parallel.losses.chunked_head import ChunkedHeadLoss, ChunkedLoss
 from meshwright.parallel.losses.cross_entropy import Words
 from meshwright.plan.config import ParallelPlan
-from meshwright.tracing.trace import traceable
+from meshwright_tools.tracing.trace import traceable
 
 TOKENS, WIDTH, WORDS = 8192, 4096, 128_256
 

@@ -253,6 +253,6 @@ def test_planner_and_schedules_need_no_torch() -> None:
 import sys
 sys.modules["torch"] = None
 import meshwright.plan.partition, meshwright.plan.schedule
-import meshwright.planner.answers.explain, meshwright.planner.page.page, meshwright.planner.search.search
+import meshwright_plan.answers.explain, meshwright_tools.plan_page.page, meshwright_plan.search.search
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

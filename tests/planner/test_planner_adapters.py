@@ -11,20 +11,20 @@ from peft import LoraConfig, get_peft_model
 
 import meshwright as mw
 from meshwright.errors import PlanError
-from meshwright.planner.expected_traffic import step_traffic
-from meshwright.planner.job.adapters import Lora
-from meshwright.planner.job.candidate import Candidate, Job
-from meshwright.planner.job.optimizers import OPTIMIZERS
-from meshwright.planner.job.shapes import ModelShape, describe
-from meshwright.planner.machine.devices import device_of_spec, spec_of
-from meshwright.planner.machine.hardware import Cluster, Coefficients, device
-from meshwright.planner.memory.footprint import footprint
-from meshwright.planner.memory.held_states import exchanged
-from meshwright.planner.memory.peak import peak_memory, stage_memory, state_memory
-from meshwright.planner.search.search import SIMPLER, TIE, complexity, in_order, search
-from meshwright.planner.search.space import Space
-from meshwright.planner.time.step import StepModel
-from meshwright.tracing.trace import trace_step
+from meshwright_plan.expected_traffic import step_traffic
+from meshwright_plan.job.adapters import Lora
+from meshwright_plan.job.candidate import Candidate, Job
+from meshwright_plan.job.optimizers import OPTIMIZERS
+from meshwright_plan.job.shapes import ModelShape, describe
+from meshwright_plan.machine.devices import device_of_spec, spec_of
+from meshwright_plan.machine.hardware import Cluster, Coefficients, device
+from meshwright_plan.memory.footprint import footprint
+from meshwright_plan.memory.held_states import exchanged
+from meshwright_plan.memory.peak import peak_memory, stage_memory, state_memory
+from meshwright_plan.search.search import SIMPLER, TIE, complexity, in_order, search
+from meshwright_plan.search.space import Space
+from meshwright_plan.time.step import StepModel
+from meshwright_tools.tracing.trace import trace_step
 from planner.test_planner_footprint import FAMILIES, LENGTH, PLANS, ROWS, candidate, config_of, job_of, total
 from support.tiers import crossings
 

@@ -12,18 +12,18 @@ from benchmarks.published_runs.other_runtimes import OtherJob, OtherModel
 from conformance.families.models import build as build_family
 from meshwright.choose.picked_plan import _refusals
 from meshwright.plan.parts import METHODS
-from meshwright.planner.answers import explain
-from meshwright.planner.answers.explain import method_reasons
-from meshwright.planner.context_cost import exchanges
-from meshwright.planner.job.candidate import Candidate, Job
-from meshwright.planner.job.layer_shape import traits_of
-from meshwright.planner.job.shapes import ModelShape
-from meshwright.planner.machine.hardware import Cluster, Coefficients, device
-from meshwright.planner.memory.peak import held_activations
-from meshwright.planner.search.search import Search, search
-from meshwright.planner.search.space import Space
-from meshwright.planner.time.layer import StepTime
-from meshwright.planner.time.step import StepModel, boundary_bytes
+from meshwright_plan.answers import explain
+from meshwright_plan.answers.explain import method_reasons
+from meshwright_plan.context_cost import exchanges
+from meshwright_plan.job.candidate import Candidate, Job
+from meshwright_plan.job.layer_shape import traits_of
+from meshwright_plan.job.shapes import ModelShape
+from meshwright_plan.machine.hardware import Cluster, Coefficients, device
+from meshwright_plan.memory.peak import held_activations
+from meshwright_plan.search.search import Search, search
+from meshwright_plan.search.space import Space
+from meshwright_plan.time.layer import StepTime
+from meshwright_plan.time.step import StepModel, boundary_bytes
 from support.models import build
 from support.shapes import changed
 

@@ -15,21 +15,21 @@ from conformance.families.models import model_types
 from meshwright.choose.model_sizes import against_tensor, describe_model
 from meshwright.errors import PlanError
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
-from meshwright.planner.answers.explain import as_dict
-from meshwright.planner.answers.own_plan import check_plan, own_text, weigh
-from meshwright.planner.job.candidate import Candidate, Job
-from meshwright.planner.job.layer_shape import ExpertShape, LayerShape
-from meshwright.planner.job.shapes import ModelShape, describe, stated_experts
-from meshwright.planner.machine.hardware import Cluster, Coefficients, device
-from meshwright.planner.memory.activations import saved_activations
-from meshwright.planner.memory.footprint import footprint
-from meshwright.planner.memory.held_states import parameters
-from meshwright.planner.memory.peak import peak_memory
-from meshwright.planner.page.data import describe_ranks, plan_command
-from meshwright.planner.search.search import search
-from meshwright.planner.search.space import Space, expert_reason
-from meshwright.planner.time.step import StepModel
 from meshwright.roles.blocks.experts import is_experts
+from meshwright_plan.answers.explain import as_dict
+from meshwright_plan.answers.own_plan import check_plan, own_text, weigh
+from meshwright_plan.job.candidate import Candidate, Job
+from meshwright_plan.job.layer_shape import ExpertShape, LayerShape
+from meshwright_plan.job.shapes import ModelShape, describe, stated_experts
+from meshwright_plan.machine.hardware import Cluster, Coefficients, device
+from meshwright_plan.memory.activations import saved_activations
+from meshwright_plan.memory.footprint import footprint
+from meshwright_plan.memory.held_states import parameters
+from meshwright_plan.memory.peak import peak_memory
+from meshwright_plan.search.search import search
+from meshwright_plan.search.space import Space, expert_reason
+from meshwright_plan.time.step import StepModel
+from meshwright_tools.plan_page.data import describe_ranks, plan_command
 from support.tiers import crossings
 
 QWEN = ModelShape(

@@ -18,16 +18,16 @@ from torch.utils.flop_counter import FlopCounterMode
 import meshwright as mw
 from benchmarks.published_runs.other_runtimes import OtherJob, OtherModel
 from meshwright.choose.model_sizes import logits_in_training
-from meshwright.planner.expected_traffic import step_traffic
-from meshwright.planner.job.adapters import Lora
-from meshwright.planner.job.candidate import Candidate, Job
-from meshwright.planner.job.shapes import describe
-from meshwright.planner.machine.hardware import Cluster, Coefficients, device
-from meshwright.planner.memory.activations import saved_activations
-from meshwright.planner.memory.footprint import footprint
-from meshwright.planner.memory.peak import peak_memory
-from meshwright.planner.time.layer import LayerModel
-from meshwright.tracing.trace import Trace, trace_step
+from meshwright_plan.expected_traffic import step_traffic
+from meshwright_plan.job.adapters import Lora
+from meshwright_plan.job.candidate import Candidate, Job
+from meshwright_plan.job.shapes import describe
+from meshwright_plan.machine.hardware import Cluster, Coefficients, device
+from meshwright_plan.memory.activations import saved_activations
+from meshwright_plan.memory.footprint import footprint
+from meshwright_plan.memory.peak import peak_memory
+from meshwright_plan.time.layer import LayerModel
+from meshwright_tools.tracing.trace import Trace, trace_step
 from support.models import FAMILIES, SIZES
 from support.parity import crossed
 from support.tiers import crossing, crossings

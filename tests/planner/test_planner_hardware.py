@@ -14,8 +14,8 @@ import torch
 
 from meshwright.choose.picked_plan import device_at_hand, load_run_profile
 from meshwright.errors import PlanError
-from meshwright.planner.machine.devices import device_of_driver
-from meshwright.planner.machine.hardware import (
+from meshwright_plan.machine.devices import device_of_driver
+from meshwright_plan.machine.hardware import (
     CATALOGUE,
     PROFILE_VERSION,
     Cluster,
@@ -141,7 +141,7 @@ def measured(path: Path, **fields: Any) -> Path:
     [
         ({}, 4, 1, "meshwright calibrate --processes 4 --output"),
         ({}, 1, 1, "meshwright calibrate --processes 1 --output"),
-        ({}, 2, 2, "torchrun --nnodes 2 --nproc-per-node 2 ... -m meshwright.cli calibrate --output"),
+        ({}, 2, 2, "torchrun --nnodes 2 --nproc-per-node 2 ... -m meshwright_tools.cli calibrate --output"),
         ({"device": device("h100-sxm")}, 8, 1, "meshwright calibrate --processes 8 --output"),
         (None, 4, 1, "meshwright calibrate --processes 4 --output"),
     ],

@@ -14,11 +14,11 @@ from meshwright.mesh.axes import Axis
 from meshwright.parallel.fake_passes.measured_shape import LiveBytes
 from meshwright.parallel.losses.chunked_head import Cast, ChunkedHeadLoss, ChunkedLoss, Scale, Tanh
 from meshwright.parallel.losses.cross_entropy import Words
-from meshwright.planner.job.adapters import Lora
-from meshwright.planner.job.candidate import Candidate, Job
-from meshwright.planner.job.layer_shape import CASTS_CAPPED_LOGITS, CASTS_LOGITS, Traits, traits_of
-from meshwright.planner.job.shapes import ModelShape
-from meshwright.planner.memory.activations import head_peak
+from meshwright_plan.job.adapters import Lora
+from meshwright_plan.job.candidate import Candidate, Job
+from meshwright_plan.job.layer_shape import CASTS_CAPPED_LOGITS, CASTS_LOGITS, Traits, traits_of
+from meshwright_plan.job.shapes import ModelShape
+from meshwright_plan.memory.activations import head_peak
 
 pytestmark = pytest.mark.quick
 

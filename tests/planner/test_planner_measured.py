@@ -17,17 +17,17 @@ from meshwright.choose.model_sizes import against_tensor, describe_model
 from meshwright.errors import PlanError
 from meshwright.parallel.fake_passes.example_images import example_images
 from meshwright.pipeline.cut import cut_decoder
-from meshwright.planner.answers.notes import notes
-from meshwright.planner.answers.own_plan import check_plan, weigh
-from meshwright.planner.job.candidate import Candidate, Job, stage_layers
-from meshwright.planner.job.shapes import ModelShape, describe
-from meshwright.planner.machine.hardware import Cluster, device
-from meshwright.planner.memory.footprint import footprint
-from meshwright.planner.memory.peak import stage_memory
-from meshwright.planner.page.data import plan_command
-from meshwright.planner.search.space import Space
 from meshwright.roles import find_decoder
-from meshwright.tracing.trace import trace_step
+from meshwright_plan.answers.notes import notes
+from meshwright_plan.answers.own_plan import check_plan, weigh
+from meshwright_plan.job.candidate import Candidate, Job, stage_layers
+from meshwright_plan.job.shapes import ModelShape, describe
+from meshwright_plan.machine.hardware import Cluster, device
+from meshwright_plan.memory.footprint import footprint
+from meshwright_plan.memory.peak import stage_memory
+from meshwright_plan.search.space import Space
+from meshwright_tools.plan_page.data import plan_command
+from meshwright_tools.tracing.trace import trace_step
 from support import hybrid_models, vision_models
 from support.tiers import crossings
 

@@ -7,12 +7,12 @@ import dataclasses
 import pytest
 
 from benchmarks.published_runs.other_runtimes import OtherJob, other_peak
-from meshwright.planner.expected_traffic import step_traffic
-from meshwright.planner.job.candidate import Candidate, Job
-from meshwright.planner.job.shapes import ModelShape
-from meshwright.planner.machine.hardware import Cluster, Coefficients, device
-from meshwright.planner.memory.activations import SavedByLayer, saved_activations
-from meshwright.planner.memory.peak import (
+from meshwright_plan.expected_traffic import step_traffic
+from meshwright_plan.job.candidate import Candidate, Job
+from meshwright_plan.job.shapes import ModelShape
+from meshwright_plan.machine.hardware import Cluster, Coefficients, device
+from meshwright_plan.memory.activations import SavedByLayer, saved_activations
+from meshwright_plan.memory.peak import (
     held_activations,
     least_memory,
     peak_memory,
@@ -20,8 +20,8 @@ from meshwright.planner.memory.peak import (
     stage_memory,
     state_memory,
 )
-from meshwright.planner.search.space import Space
-from meshwright.planner.time.step import StepModel
+from meshwright_plan.search.space import Space
+from meshwright_plan.time.step import StepModel
 from support.shapes import changed, in_runs
 
 pytestmark = pytest.mark.quick

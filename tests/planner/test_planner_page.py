@@ -16,16 +16,19 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from meshwright.cli import app
 from meshwright.errors import PlanError
 from meshwright.plan.schedule import SCHEDULES, Kind, chunks_of, rank_of_stage, rank_operations
-from meshwright.planner.job.candidate import Candidate
-from meshwright.planner.machine.hardware import HardwareProfile
-from meshwright.planner.memory.peak import peak_memory
-from meshwright.planner.page import Answer, page, write_page
-from meshwright.planner.page.listing import Listed, listed_plans, pareto
-from meshwright.planner.page.render import PALETTE, PART_OF_AXIS, style
-from meshwright.planner.page.settings import (
+from meshwright_plan.job.candidate import Candidate
+from meshwright_plan.machine.hardware import HardwareProfile
+from meshwright_plan.memory.peak import peak_memory
+from meshwright_plan.search.search import TIE, Search, search
+from meshwright_plan.time.simulate import SimulatedPipeline, pipeline_time
+from meshwright_plan.time.step import StepModel
+from meshwright_tools.cli import app
+from meshwright_tools.plan_page import Answer, page, write_page
+from meshwright_tools.plan_page.listing import Listed, listed_plans, pareto
+from meshwright_tools.plan_page.render import PALETTE, PART_OF_AXIS, style
+from meshwright_tools.plan_page.settings import (
     Elsewhere,
     PageSettings,
     Ranges,
@@ -33,9 +36,6 @@ from meshwright.planner.page.settings import (
     with_each_length,
     with_every_setting,
 )
-from meshwright.planner.search.search import TIE, Search, search
-from meshwright.planner.time.simulate import SimulatedPipeline, pipeline_time
-from meshwright.planner.time.step import StepModel
 from support.pipeline_events import pipeline_events
 from support.plan_pages import HUGE, SEVEN, SEVENTY, SMALL, answer, find, held, listed, tree
 from support.shapes import changed
@@ -175,7 +175,7 @@ def test_a_page_has_fewer_plans_if_it_would_be_too_large(monkeypatch: pytest.Mon
     answers = answer(find(SMALL, 4, 8, seq=2048))
     whole = page(answers)
     assert "since a page with more" not in whole
-    module = importlib.import_module("meshwright.planner.page.page")
+    module = importlib.import_module("meshwright_tools.plan_page.page")
     monkeypatch.setattr(module, "_BYTES", len(whole) - 1)
     fewer = page(answers)
     assert len(answers[0].found.choices) <= len(held(fewer)[0]["plans"]) < len(held(whole)[0]["plans"])

@@ -16,14 +16,14 @@ from matplotlib.image import imread
 
 from meshwright.errors import PlanError
 from meshwright.plan.schedule import SCHEDULES, chunks_of
-from meshwright.planner import page as page_package
-from meshwright.planner.answers import explain
-from meshwright.planner.answers.cost import Budget, bill_of
-from meshwright.planner.formatting import gib, seconds
-from meshwright.planner.job.candidate import Precision
-from meshwright.planner.page import Answer, write_page
-from meshwright.planner.page.settings import PageSettings, ranges
-from meshwright.planner.time.simulate import SimulatedPipeline
+from meshwright_plan.answers import explain
+from meshwright_plan.answers.cost import Budget, bill_of
+from meshwright_plan.formatting import gib, seconds
+from meshwright_plan.job.candidate import Precision
+from meshwright_plan.time.simulate import SimulatedPipeline
+from meshwright_tools import plan_page as page_package
+from meshwright_tools.plan_page import Answer, write_page
+from meshwright_tools.plan_page.settings import PageSettings, ranges
 from support.pipeline_events import pipeline_events
 from support.plan_pages import SEVEN, SEVENTY, SMALL, answer, find, listed
 

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from meshwright.errors import PlanError
-from meshwright.planner.answers import explain
-from meshwright.planner.job.candidate import Job
-from meshwright.planner.job.shapes import ModelShape
-from meshwright.planner.machine.hardware import Cluster, HardwareProfile, device
-from meshwright.planner.memory.peak import peak_memory
-from meshwright.planner.search.search import Search, search
-from meshwright.planner.search.space import Space
-from meshwright.planner.time.step import StepModel
+from meshwright_plan.answers import explain
+from meshwright_plan.job.candidate import Job
+from meshwright_plan.job.shapes import ModelShape
+from meshwright_plan.machine.hardware import Cluster, HardwareProfile, device
+from meshwright_plan.memory.peak import peak_memory
+from meshwright_plan.search.search import Search, search
+from meshwright_plan.search.space import Space
+from meshwright_plan.time.step import StepModel
 from support.shapes import changed
 from support.tiers import crossing, nightly
 

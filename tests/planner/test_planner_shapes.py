@@ -12,14 +12,14 @@ import transformers
 
 from conformance.families.models import DENSE, model_class, model_types, tiny_config
 from meshwright.errors import PlanError
-from meshwright.planner.answers.notes import warnings_of
-from meshwright.planner.job.candidate import Job
-from meshwright.planner.job.layer_shape import COMPARED
-from meshwright.planner.job.shapes import ModelShape, describe
-from meshwright.planner.machine.hardware import Cluster, device
-from meshwright.planner.search.search import search
-from meshwright.planner.search.space import Space
 from meshwright.roles import Role, plan_for
+from meshwright_plan.answers.notes import warnings_of
+from meshwright_plan.job.candidate import Job
+from meshwright_plan.job.layer_shape import COMPARED
+from meshwright_plan.job.shapes import ModelShape, describe
+from meshwright_plan.machine.hardware import Cluster, device
+from meshwright_plan.search.search import search
+from meshwright_plan.search.space import Space
 
 LLAMA = {
     "model_type": "llama",

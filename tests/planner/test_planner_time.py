@@ -11,14 +11,14 @@ import pytest
 from benchmarks.published_runs.other_runtimes import OtherJob, OtherModel, other_peak
 from meshwright.errors import PlanError
 from meshwright.plan.schedule import stages_of_rank
-from meshwright.planner.expected_traffic import step_traffic
-from meshwright.planner.job.candidate import Candidate, Job
-from meshwright.planner.job.shapes import ModelShape
-from meshwright.planner.machine.hardware import Cluster, Coefficients, device
-from meshwright.planner.search.space import Space
-from meshwright.planner.time import simulate
-from meshwright.planner.time.simulate import SimulatedPipeline, pipeline_time
-from meshwright.planner.time.step import StepModel
+from meshwright_plan.expected_traffic import step_traffic
+from meshwright_plan.job.candidate import Candidate, Job
+from meshwright_plan.job.shapes import ModelShape
+from meshwright_plan.machine.hardware import Cluster, Coefficients, device
+from meshwright_plan.search.space import Space
+from meshwright_plan.time import simulate
+from meshwright_plan.time.simulate import SimulatedPipeline, pipeline_time
+from meshwright_plan.time.step import StepModel
 from support.shapes import changed
 
 pytestmark = pytest.mark.quick

@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import meshwright as mw
 from meshwright.choose.model_sizes import shape_of
-from meshwright.planner.job.shapes import describe
 from meshwright.roles import plan_for
+from meshwright_plan.job.shapes import describe
 from support.decoder import HEADS, HIDDEN, INTERMEDIATE, LAYERS, LENGTH, VOCAB, make_decoder
 from support.exact import Float64
 from support.models import build

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import meshwright as mw
-from meshwright.tracing.cuda_trace import DEVICE, CudaProgram, order_problems, trace_cuda_step
+from meshwright_tools.tracing.cuda_trace import DEVICE, CudaProgram, order_problems, trace_cuda_step
 
 ROWS, LENGTH = 4, 16
 SIZES = {

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from meshwright.verification.float64_modules import Float64
+from meshwright_tools.verification.float64_modules import Float64
 
 __all__ = ["Float64", "gradient_differences", "relative_difference"]
 

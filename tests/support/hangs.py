@@ -174,7 +174,7 @@ def run_script(start: str, place: str, victim: int, launcher: str, python: str, 
     if start == "torchrun":
         started = [begin(launcher, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *script)]
     elif start == "launch":
-        started = [begin(launcher, "-m", "meshwright.cli", "launch", "--cpu", "--dp", "2", *script)]
+        started = [begin(launcher, "-m", "meshwright_tools.cli", "launch", "--cpu", "--dp", "2", *script)]
     else:
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
         started = [begin(python, *script, RANK=str(rank), LOCAL_RANK=str(rank), **address) for rank in range(2)]

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from meshwright.plan.schedule import Operation, rank_operations
-from meshwright.planner.time import simulate
-from meshwright.planner.time.simulate import SimulatedPipeline
+from meshwright_plan.time import simulate
+from meshwright_plan.time.simulate import SimulatedPipeline
 
 
 @dataclass(frozen=True, kw_only=True)

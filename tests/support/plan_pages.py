@@ -9,13 +9,13 @@ import xml.etree.ElementTree as ElementTree
 import zlib
 from typing import Any
 
-from meshwright.planner.job.candidate import Job, Precision
-from meshwright.planner.job.shapes import ModelShape
-from meshwright.planner.machine.hardware import Cluster, device
-from meshwright.planner.page import Answer
-from meshwright.planner.page.listing import Listed, listed_plans, pareto
-from meshwright.planner.search.search import Search, search
-from meshwright.planner.search.space import Space
+from meshwright_plan.job.candidate import Job, Precision
+from meshwright_plan.job.shapes import ModelShape
+from meshwright_plan.machine.hardware import Cluster, device
+from meshwright_plan.search.search import Search, search
+from meshwright_plan.search.space import Space
+from meshwright_tools.plan_page import Answer
+from meshwright_tools.plan_page.listing import Listed, listed_plans, pareto
 from support.shapes import changed
 
 SEVEN = ModelShape.of(name="7B", layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008, vocab=32000)

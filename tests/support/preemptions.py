@@ -27,7 +27,7 @@ def emitted(folder: Path, scheduler: str) -> str:
     """Return the file that ``meshwright plan`` prints for the plan on CPUs."""
     (folder / "config.json").write_text(CONFIG)
     command = [
-        sys.executable, "-m", "meshwright.cli", "plan", "weigh", "--model", str(folder / "config.json"),
+        sys.executable, "-m", "meshwright_tools.cli", "plan", "weigh", "--model", str(folder / "config.json"),
         "--gpu", "cpu", "--gpus", str(NODES * PER_NODE), "--gpus-per-node", str(PER_NODE), "--seq-len", "12",
         "--global-batch", "4", "--plan", PLAN, "--emit", scheduler,
     ]  # fmt: skip

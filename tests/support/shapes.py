@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from meshwright.planner.job.layer_shape import LayerShape
-from meshwright.planner.job.shapes import ModelShape
+from meshwright_plan.job.layer_shape import LayerShape
+from meshwright_plan.job.shapes import ModelShape
 
 OF_LAYER = {field.name for field in dataclasses.fields(LayerShape)}
 

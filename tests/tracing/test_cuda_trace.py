@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from meshwright.choose.given_plan import resolve_plan
-from meshwright.cli.trace_cuda import _nothing
-from meshwright.tracing.cuda_trace import CudaStep, chosen_ranks, compared_groups, order_problems, why_unavailable
-from meshwright.tracing.host_waits import Issued
+from meshwright_tools.cli.trace_cuda import _nothing
+from meshwright_tools.tracing.cuda_trace import CudaStep, chosen_ranks, compared_groups, order_problems, why_unavailable
+from meshwright_tools.tracing.host_waits import Issued
 from support.cuda_steps import FAULTS, OFFLOADS, PROGRAMS, WAITS
 from support.tiers import crossings
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from meshwright.cli import app
 from meshwright.errors import PlanError
-from meshwright.planner.job.adapters import Lora
-from meshwright.planner.job.candidate import Candidate, Job
-from meshwright.planner.job.shapes import describe
-from meshwright.tracing.compare import adapted, model_on_meta, trace_and_compare
+from meshwright_plan.job.adapters import Lora
+from meshwright_plan.job.candidate import Candidate, Job
+from meshwright_plan.job.shapes import describe
+from meshwright_tools.cli import app
+from meshwright_tools.tracing.compare import adapted, model_on_meta, trace_and_compare
 from support.tiers import crossing
 
 CONFIG = {

@@ -15,7 +15,7 @@ from torch import Tensor
 import meshwright as mw
 from meshwright.optim.runtime import runtime_of
 from meshwright.parallel.fake_passes.measured_shape import LiveBytes
-from meshwright.tracing.trace import Trace, TracedStep, trace_step
+from meshwright_tools.tracing.trace import Trace, TracedStep, trace_step
 from support.models import FAMILIES, SIZES
 from support.parity import crossed
 from support.tiers import crossings

@@ -20,9 +20,9 @@ from transformers import DeepseekV3Config, GPT2Config, LlamaConfig, OlmoeConfig,
 from typer.testing import CliRunner
 
 import meshwright as mw
-from meshwright.cli import app
-from meshwright.verification.verify import smaller_plan
-from meshwright_hf.short_model import ConfigFile, ShortModel, narrower_configs, short_model
+from meshwright_tools.cli import app
+from meshwright_tools.verification.short_model import ConfigFile, ShortModel, narrower_configs, short_model
+from meshwright_tools.verification.verify import smaller_plan
 from support import planted
 from support.models import SIZES, build
 from support.tiers import crossing

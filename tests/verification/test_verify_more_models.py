@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 import meshwright as mw
-from meshwright.cli import app
+from meshwright_tools.cli import app
 from support import hybrid_models, vision_models
 
 TP = "tp2+sp"

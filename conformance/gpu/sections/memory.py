@@ -17,11 +17,11 @@ from conformance.gpu.ranks import RankPools, rank_pools
 from conformance.gpu.section import Check, Place, Section, attempt, not_run
 from meshwright.choose.given_plan import resolve_plan
 from meshwright.plan.config import ParallelPlan
-from meshwright.planner.job.adapters import Lora
-from meshwright.planner.job.candidate import Candidate, Job
-from meshwright.planner.job.shapes import describe
-from meshwright.planner.memory.footprint import footprint
-from meshwright.tracing.trace import trace_step
+from meshwright_plan.job.adapters import Lora
+from meshwright_plan.job.candidate import Candidate, Job
+from meshwright_plan.job.shapes import describe
+from meshwright_plan.memory.footprint import footprint
+from meshwright_tools.tracing.trace import trace_step
 
 _GOAL = 0.05
 _HALF, _SINGLE = torch.bfloat16, torch.float32

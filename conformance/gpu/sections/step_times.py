@@ -13,13 +13,13 @@ import torch
 from conformance.gpu.races import LORA_RANK, OURS, WAYS, Contest, Turn, race
 from conformance.gpu.ranks import RankPools, rank_pools
 from conformance.gpu.section import Check, Place, Section, attempt, not_run
-from meshwright.calibration.measure import calibrate
 from meshwright.choose.picked_plan import cluster_at_hand, device_at_hand
-from meshwright.planner.job.adapters import Lora
-from meshwright.planner.job.candidate import Candidate, Job
-from meshwright.planner.job.shapes import describe
-from meshwright.planner.machine.hardware import Cluster, Coefficients, HardwareProfile
-from meshwright.planner.time.step import StepModel
+from meshwright_plan.job.adapters import Lora
+from meshwright_plan.job.candidate import Candidate, Job
+from meshwright_plan.job.shapes import describe
+from meshwright_plan.machine.hardware import Cluster, Coefficients, HardwareProfile
+from meshwright_plan.time.step import StepModel
+from meshwright_tools.calibration.measure import calibrate
 
 _CONTESTS = (  # the most telling first, as the time may end after any of them
     Contest(name="1.2 B, 2 x 4096", rows=2, length=4096, hidden=2048, layers=16, ffn=8192, heads=32, kv_heads=8,

@@ -27,8 +27,6 @@ from meshwright.choose.given_plan import PLAN_VARIABLE, REPLAN_VARIABLE, USED_VA
 from meshwright.errors import CheckpointError, PlanError
 from meshwright.faults.preemption import PREEMPTED
 from meshwright.mesh.host import core_count
-from meshwright.planner.job.candidate import Candidate
-from meshwright.planner.machine.hardware import Cluster
 from meshwright.printable import shell_word, without_secrets
 from meshwright_hf.launch.job import (
     LOOPBACK,
@@ -43,6 +41,8 @@ from meshwright_hf.launch.job import (
     say,
 )
 from meshwright_hf.versions import SAID_VARIABLE, outside_range
+from meshwright_plan.job.candidate import Candidate
+from meshwright_plan.machine.hardware import Cluster
 
 
 def accelerate_config(plan: Candidate, cluster: Cluster, *, saved: Path | None, mixed_precision: str = "no") -> str:

@@ -7,6 +7,6 @@ time. A rank that loads reads only the elements that it holds. Saving and loadin
 
     files/        the seam for storage: checked reads, folders that exist whole or not at all
     one_device/   safetensors and optimizer files as one device has them
-    format/       the sharded format: a run in one commit     inspect/    what needs no model
+    format/       the sharded format: a run in one commit
     sealed.py     a seal for other programs' files
 """

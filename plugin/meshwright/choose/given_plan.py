@@ -30,9 +30,9 @@ from meshwright.outside_files import (
 from meshwright.plan.config import PLAN_FIELDS, ParallelPlan, PlanLike, ToDistributedConfig
 from meshwright.plan.fields import unknown_field
 from meshwright.plan.text import PLAN_NAMES, is_plan_text, parse_plan
-from meshwright.planner.job.candidate import Candidate
 from meshwright.printable import printable
 from meshwright.roles.registry import CONFIG_KEY, ROLES_KEY
+from meshwright_plan.job.candidate import Candidate
 
 PLAN_VERSION = 1
 PLAN_VARIABLE = (

@@ -26,15 +26,15 @@ from meshwright.parallel.foreign_hooks import has_foreign_hooks
 from meshwright.parallel.losses.deferred_logits import DeferringHead
 from meshwright.parallel.tensor_parallel.structure import describe as describe_structure
 from meshwright.plan.config import ToDistributedConfig
-from meshwright.planner.job.candidate import Logits
-from meshwright.planner.job.optimizers import OPTIMIZERS, OptimizerKind
-from meshwright.planner.job.shapes import ModelShape, describe
 from meshwright.roles import ShardingPlan, find_decoder, plan_for
 from meshwright.roles.adapters import without_wrappers
 from meshwright.roles.blocks import Mixer
 from meshwright.roles.blocks.experts import experts_of_own_code, has_experts
 from meshwright.roles.decoder import load_of_towers
 from meshwright.roles.linear_kernel import in_features, out_features, weight_of
+from meshwright_plan.job.candidate import Logits
+from meshwright_plan.job.optimizers import OPTIMIZERS, OptimizerKind
+from meshwright_plan.job.shapes import ModelShape, describe
 
 
 def logits_in_training(model: nn.Module, config: ToDistributedConfig) -> Logits:

@@ -43,19 +43,19 @@ from meshwright.parallel.tensor_parallel.structure import describe as describe_s
 from meshwright.parallel.tensor_parallel.structure import outline
 from meshwright.pipeline.layer_order import record_order
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
-from meshwright.planner.answers import explain
-from meshwright.planner.formatting import memory as memory_text
-from meshwright.planner.formatting import seconds
-from meshwright.planner.job.candidate import Candidate, Job
-from meshwright.planner.job.optimizers import OptimizerKind
-from meshwright.planner.machine.devices import Device, device_of_driver
-from meshwright.planner.machine.hardware import CATALOGUE, Cluster, HardwareProfile
-from meshwright.planner.search.search import TIE, TIED, Choice, Search, search
-from meshwright.planner.search.space import Space
 from meshwright.progress import is_first_rank
 from meshwright.roles import Decoder, plan_for
 from meshwright.roles.adapters import check_methods, without_wrappers
 from meshwright.roles.blocks.experts import check_adapted_experts
+from meshwright_plan.answers import explain
+from meshwright_plan.formatting import memory as memory_text
+from meshwright_plan.formatting import seconds
+from meshwright_plan.job.candidate import Candidate, Job
+from meshwright_plan.job.optimizers import OptimizerKind
+from meshwright_plan.machine.devices import Device, device_of_driver
+from meshwright_plan.machine.hardware import CATALOGUE, Cluster, HardwareProfile
+from meshwright_plan.search.search import TIE, TIED, Choice, Search, search
+from meshwright_plan.search.space import Space
 
 PROFILE_FILE = "machine.json"  # the file that messages propose for a profile
 
@@ -73,7 +73,7 @@ def calibrate_command(*, processes: int, nodes: int = 1, path: str | os.PathLike
         'meshwright calibrate --processes 4 --output machine.json'
     """
     if nodes > 1:
-        launched = f"torchrun --nnodes {nodes} --nproc-per-node {processes} ... -m meshwright.cli calibrate"
+        launched = f"torchrun --nnodes {nodes} --nproc-per-node {processes} ... -m meshwright_tools.cli calibrate"
     else:
         launched = f"meshwright calibrate --processes {processes}"
     return f"{launched} --output {os.fspath(path)}"

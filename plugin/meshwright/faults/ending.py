@@ -33,7 +33,7 @@ from meshwright.mesh.siblings import STACK_SIGNAL, WRITES, write_stacks_on_signa
 from meshwright.printable import tell
 
 _LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")})
-_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_PACKAGES = os.path.dirname(os.path.dirname(__file__))  # the beginning of the folders of all of them
 _COLLECTIVES = os.path.join(os.path.dirname(__file__), "interpose.py")
 _DEPTH = 8  # frames of sockets and locks that a wait has at most
 
@@ -55,7 +55,7 @@ def place(thread: threading.Thread | None = None) -> str:
     """
     frame = innermost = found = _frame(thread)
     try:
-        while frame is not None and frame.f_code.co_filename.startswith((*_LIBRARIES, _PACKAGE, "<")):
+        while frame is not None and frame.f_code.co_filename.startswith((*_LIBRARIES, _PACKAGES, "<")):
             frame = frame.f_back
         found = frame or innermost
         return "" if found is None else f"{found.f_code.co_filename}:{found.f_lineno} in {found.f_code.co_name}"

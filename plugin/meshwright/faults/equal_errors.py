@@ -89,7 +89,7 @@ def _handlers() -> list[logging.Handler]:
 
 
 def _is_to_be_printed(record: logging.LogRecord) -> bool:
-    is_ours = record.name.partition(".")[0] in ("meshwright", "meshwright_hf")
+    is_ours = record.name.partition(".")[0].startswith("meshwright")
     if record.levelno < logging.WARNING or not (is_ours or _is_installed(record.pathname)):
         return True
     try:

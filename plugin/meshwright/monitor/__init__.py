@@ -1,4 +1,4 @@
-"""Monitoring of a run: a card at the start, a line per interval, a log of JSON lines, and a page of plots.
+"""Monitoring of a run: a card at the start, a line per interval, and a log of JSON lines.
 
 It costs no collective: hooks count steps, tokens and time, and every rank sends its figures to rank 0 over the guard's
 connection and does not wait.
@@ -7,6 +7,4 @@ connection and does not wait.
     monitor.py        the monitor of a run          figures.py      the line of an interval
     card.py           the card, with the estimate   held_memory.py  measured memory
     records.py        the log                       read_out.py     what a program may ask
-    report.py, report_data.py, plots.py             the page of ``meshwright report``
-    run_folders.py    finds runs in a folder
 """

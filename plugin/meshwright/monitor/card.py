@@ -15,17 +15,17 @@ from meshwright.mesh.host import crowding
 from meshwright.mesh.process_group import node_count, world_size
 from meshwright.optim.runtime import device_of, find_runtime
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
-from meshwright.planner.answers.notes import measured_notes
-from meshwright.planner.answers.own_plan import check_expert_ranks
-from meshwright.planner.formatting import memory as size
-from meshwright.planner.formatting import seconds
-from meshwright.planner.job.candidate import Candidate, Job, Logits
-from meshwright.planner.job.optimizers import OptimizerKind
-from meshwright.planner.job.shapes import ModelShape
-from meshwright.planner.machine.hardware import Cluster, HardwareProfile
-from meshwright.planner.memory.peak import Memory, stage_memory
-from meshwright.planner.time.layer import StepTime
-from meshwright.planner.time.step import StepModel
+from meshwright_plan.answers.notes import measured_notes
+from meshwright_plan.answers.own_plan import check_expert_ranks
+from meshwright_plan.formatting import memory as size
+from meshwright_plan.formatting import seconds
+from meshwright_plan.job.candidate import Candidate, Job, Logits
+from meshwright_plan.job.optimizers import OptimizerKind
+from meshwright_plan.job.shapes import ModelShape
+from meshwright_plan.machine.hardware import Cluster, HardwareProfile
+from meshwright_plan.memory.peak import Memory, stage_memory
+from meshwright_plan.time.layer import StepTime
+from meshwright_plan.time.step import StepModel
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.parallel.experts.load_balancing import ExpertCounts
-from meshwright.planner.formatting import memory, seconds
 from meshwright.printable import printable_lines
+from meshwright_plan.formatting import memory, seconds
 
 
 class ExpertLoad:

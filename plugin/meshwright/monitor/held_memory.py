@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 
 from meshwright.faults.together import texts_of_all
 from meshwright.optim.runtime import Runtime, device_of, runtime_of
-from meshwright.planner.formatting import grid
-from meshwright.planner.formatting import memory as memory_text
-from meshwright.planner.memory.peak import Memory
+from meshwright_plan.formatting import grid
+from meshwright_plan.formatting import memory as memory_text
+from meshwright_plan.memory.peak import Memory
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,9 +28,9 @@ from meshwright.optim.runtime import Runtime, Watch, device_of
 from meshwright.parallel.experts.load_balancing import ExpertCounts
 from meshwright.pipeline.pipeline_forward import PipelineForward
 from meshwright.plan.config import ToDistributedConfig
-from meshwright.planner.formatting import memory
 from meshwright.progress import is_first_rank
 from meshwright.roles.adapters import without_wrappers
+from meshwright_plan.formatting import memory
 
 _COMPARED = 10  # steps after which the estimate is compared with what was measured
 _MONITORS = itertools.count()  # numbers the monitors, which every rank makes in the same order

@@ -14,7 +14,7 @@ from meshwright.monitor.held_memory import MemoryOfRanks, memory_of_ranks
 from meshwright.monitor.monitor import monitor_of
 from meshwright.optim.runtime import check_steps, plan_of, runtime_of
 from meshwright.plan.config import ToDistributedConfig
-from meshwright.planner.memory.peak import Memory
+from meshwright_plan.memory.peak import Memory
 
 
 def memory_of(

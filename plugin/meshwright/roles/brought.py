@@ -23,8 +23,8 @@ from meshwright.roles.linear_kernel import form_of
 
 # What these put into a model is not the program's.
 LIBRARIES = {
-    "meshwright", "meshwright_hf", "torch", "transformers", "peft", "trl", "accelerate", "deepspeed", "bitsandbytes",
-    "torchao",
+    "meshwright", "meshwright_tools", "meshwright_hf", "torch", "transformers", "peft", "trl", "accelerate",
+    "deepspeed", "bitsandbytes", "torchao",
 }  # fmt: skip
 _roots: dict[str, str] = {}  # the folders of those that were imported
 _PYTHON = os.path.dirname(os.__file__) + os.sep

@@ -19,9 +19,9 @@ from meshwright.parallel.fake_passes.example_images import ExampleImages, exampl
 from meshwright.parallel.fake_passes.fake_pass import fake_values
 from meshwright.parallel.fake_passes.known_values import KnownValues
 from meshwright.parallel.tensor_parallel.structure import describe
-from meshwright.planner.job.measured import Held, MeasuredLayer, MeasuredPart, PerToken, TowerShape
 from meshwright.roles import Decoder, plan_for
 from meshwright.roles.decoder import is_stack
+from meshwright_plan.job.measured import Held, MeasuredLayer, MeasuredPart, PerToken, TowerShape
 
 
 class LiveBytes(TorchDispatchMode):

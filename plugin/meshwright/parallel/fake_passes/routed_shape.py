@@ -20,12 +20,12 @@ from torch.overrides import TorchFunctionMode
 from meshwright.errors import PlanError
 from meshwright.parallel.fake_passes.fake_pass import run_without_values
 from meshwright.parallel.fake_passes.measured_shape import measured_layers, measured_tower, needs_measuring
-from meshwright.planner.job.layer_shape import ExpertShape, LayerShape, traits_of
-from meshwright.planner.job.shapes import ModelShape
 from meshwright.roles.blocks.experts import has_experts, is_experts
 from meshwright.roles.decoder import find_decoder, load_of_towers
 from meshwright.roles.family_hints import layers_with_features
 from meshwright.roles.linear_kernel import weight_of
+from meshwright_plan.job.layer_shape import ExpertShape, LayerShape, traits_of
+from meshwright_plan.job.shapes import ModelShape
 
 _ROWS, _LENGTH = 2, 11
 _MEASURED = 256  # tokens of the shorter of two rows whose memory is measured
