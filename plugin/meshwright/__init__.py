@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from meshwright.optim.balance_experts import balance_experts, expert_counts
     from meshwright.optim.chained import ChainedOptimizer
     from meshwright.optim.clip_grad_norm import clip_grad_norm_
-    from meshwright.optim.global_batch import gather_rows, global_mean
+    from meshwright.optim.global_batch import gather_rows, global_mean, sampling_generator
     from meshwright.optim.runtime import no_sync, plan_of
     from meshwright.parallel.experts.token_dispatchers import TokenDispatcher, register_dispatcher
     from meshwright.placement import Partial, Replicate, Shard, reshard, shard_tensor
@@ -101,7 +101,7 @@ _HOMES = {
     "optim.balance_experts": ("balance_experts", "expert_counts"),
     "optim.chained": ("ChainedOptimizer",),
     "optim.clip_grad_norm": ("clip_grad_norm_",),
-    "optim.global_batch": ("gather_rows", "global_mean"),
+    "optim.global_batch": ("gather_rows", "global_mean", "sampling_generator"),
     "optim.runtime": ("no_sync", "plan_of"),
     "parallel.experts.token_dispatchers": ("TokenDispatcher", "register_dispatcher"),
     "optim.attach_gradients": ("shard_optimizer",),
@@ -163,6 +163,7 @@ __all__ = [
     "register_dispatcher",
     "register_plan",
     "reshard",
+    "sampling_generator",
     "save_checkpoint",
     "save_optimizer",
     "save_weights",

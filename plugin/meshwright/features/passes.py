@@ -18,7 +18,7 @@ from meshwright.parallel.experts.load_balancing import ExpertCounts
 from meshwright.parallel.experts.slices import OutputBiasOnce, SlicedExperts
 from meshwright.parallel.experts.token_dispatchers import ExpertDispatch, dispatchers
 from meshwright.parallel.forward.compiled_layers import CompilableLayers, layers_of
-from meshwright.parallel.forward.refused_arguments import GenerateTogether
+from meshwright.parallel.forward.generate import GenerateTogether
 from meshwright.parallel.forward.state import EnteredForward, ForwardState
 from meshwright.parallel.forward.uneven_batches import UnevenBatches
 from meshwright.parallel.forward.user_hooks import HookedModules, WholeHooks
@@ -178,11 +178,13 @@ def generate_alike(build: Build) -> None:
     runtime, spreads = build.runtime, build.plan.spreads_experts_over_dp
     float8 = runtime.features.find(Float8Layers)
     gathers = runtime.weights is not None or (float8 is not None and float8.waits_for_tokens)
-    if runtime.mesh.row_copies == 1 and not (gathers or spreads):
+    if runtime.mesh.row_copies == 1 and not (gathers or spreads or build.draws_as_one_device):
         return
     for part in build.owners:
         if callable(getattr(part, "generate", None)):
-            step = GenerateTogether(part, runtime.mesh, runtime.guard, spreads_experts=spreads, gathers=gathers)
+            step = GenerateTogether(
+                part, runtime.mesh, runtime.guard, runtime.draws, spreads_experts=spreads, gathers=gathers
+            )
             add_step(part, step, "generate")
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +19,9 @@ from meshwright.mesh.process_group import world_size
 from meshwright.optim.runtime import Runtime, Watch, live_runtimes, runtime_of
 from meshwright.parallel import collectives
 from meshwright.parallel.batch.mean_over_ranks import GlobalMean
-from meshwright.parallel.batch.share import are_cut, has_filler_rows
+from meshwright.parallel.batch.schema import BatchSchema
+from meshwright.parallel.batch.share import BatchShare, are_cut, has_filler_rows
+from meshwright.parallel.draws.device_draws import draw_rows_from
 from meshwright.parallel.forward.uneven_batches import UnevenBatches
 from meshwright.parallel.losses.deferred_logits import deferred_of
 
@@ -137,6 +141,40 @@ def _rows_of_ranks(x: Tensor, axis: Axis) -> list[int]:
             "tokenizer.pad(rows, padding='max_length', max_length=N)"
         )
     return [rows for rows, _ in reports]
+
+
+def sampling_generator(model: nn.Module, batch: Mapping[str, Any], *, seed: int) -> torch.Generator:
+    """Return a generator with which a loop of your own samples the tokens that one device samples for these rows.
+
+    A draw from it is that for all rows of the loader's batch, of which this rank keeps its own. ``generate`` of
+    transformers needs none. On one process it is ``torch.Generator(device).manual_seed(seed)``.
+
+    Make a new one for each batch. The rows of a rank may end before those of others, so that a generator that goes on
+    to the next batch would have other states on the ranks.
+
+    Args:
+        model: the model, distributed or not.
+        batch: a batch of the loader that ``to_distributed`` returned, or tensors of it.
+        seed: the seed, the same on all ranks.
+
+    Raises:
+        PlanError: by a draw whose first dim does not have this rank's rows, or several entries for each.
+
+    Example::
+
+        generator = mw.sampling_generator(model, batch, seed=number)
+        for _ in range(32):
+            probabilities = model(input_ids=tokens).logits[:, -1].softmax(-1)
+            tokens = torch.cat([tokens, torch.multinomial(probabilities, 1, generator=generator)], 1)
+    """
+    # A clone, since torch hands an operation the Python object of a generator only if torch has made it itself.
+    generator = torch.Generator(next(model.parameters()).device).manual_seed(seed).clone_state()
+    share = BatchShare.of(BatchSchema(batch).tensors.values())
+    if share is not None and share.total > share.held:
+        dp = runtime_of(model).mesh.dp
+        first = min(dp.rank * share.total // dp.size, share.total - share.held)
+        draw_rows_from(generator, range(first, first + share.held), share.total)
+    return generator
 
 
 def global_mean(model: nn.Module, loss: Tensor, count: Tensor | int) -> Tensor:

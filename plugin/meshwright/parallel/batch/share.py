@@ -1,9 +1,9 @@
 """Says of each batch that a loader has yielded what was whole and what was cut, for the checks of losses.
 
 global batch   5 rows         3 rows over 4 ranks           a batch with micro-batches
-rank 0         rows 0-2       row 0        counted 1        rows 0-1, then rows 2-3: cut
-rank 1         rows 3-4       row 1        counted 1
-ranks 2, 3                    row 2; a copy of row 0 without targets, counted 0: a filler, which keeps rank 3 in step
+rank 0         rows 0-1       row 0        counted 0        rows 0-1, then rows 2-3: cut
+rank 1         rows 2-4       row 0        counted 1
+ranks 2, 3                    rows 1 and 2 counted 1        rank 0 has a filler, which only keeps it in step
 """
 
 from __future__ import annotations

@@ -11,13 +11,15 @@ All ranks draw from torch's own generators, in the program's order, so after a s
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -25,13 +27,15 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 
+from meshwright.errors import PlanError
 from meshwright.faults.guard import Guard
 from meshwright.faults.statement import Statement
+from meshwright.faults.together import values_of_all
 from meshwright.mesh.axes import Axis, Mesh
 from meshwright.parallel.autograd_graph import in_backward
 from meshwright.parallel.batch.items import BatchFormat
 from meshwright.parallel.batch.schema import BatchSchema
-from meshwright.parallel.batch.share import share_of
+from meshwright.parallel.batch.share import BatchShare, share_of
 from meshwright.parallel.draws.kernels import (
     Call,
     digest_of,
@@ -39,8 +43,8 @@ from meshwright.parallel.draws.kernels import (
     generators_of,
     hand_draws_to,
 )
-from meshwright.parallel.draws.part import DrawnPart, draw_part, is_dense, part_of
-from meshwright.parallel.draws.sites import BatchSizes, DrawSites, Lines, lines_to, words_for
+from meshwright.parallel.draws.part import DrawnPart, draw_part, is_dense, part_of, rows_of
+from meshwright.parallel.draws.sites import BatchSizes, DrawSites, Lines, lines_to, samples_tokens, words_for
 from meshwright.parallel.dropout_streams import DropoutStreams, Restore, is_capturing
 from meshwright.progress import is_first_rank
 from meshwright.temporarily import temporarily
@@ -67,8 +71,9 @@ class _Pass:
         states: the states of torch's generators before the first micro-batch.
         given: the program's own generators that the pass has drawn from, with their states before.
         frame: the frame that runs it, which a draw of the pass has on its stack.
+        generates: whether it is a call of ``generate``, which samples tokens between the passes of the model.
         part: which of this rank's rows run now; None for all.
-        drew: whether it has drawn.
+        drew: how often it has drawn.
         is_seen: whether all that it has drawn was seen.
     """
 
@@ -78,11 +83,12 @@ class _Pass:
     device: torch.device
     dp: Axis
     frame: FrameType
+    generates: bool = False
     thread: int = field(default_factory=threading.get_ident)
     states: dict[str, Tensor] = field(default_factory=dict)
     given: dict[Generator, Tensor] = field(default_factory=dict)
     part: range | None = None
-    drew: bool = False
+    drew: int = 0
     is_seen: bool = True
 
     @functools.cached_property
@@ -97,9 +103,12 @@ class _Pass:
 
     @functools.cached_property
     def total(self) -> int:
-        """The number of rows of the global batch."""
-        share, rows = share_of(self.batch.values()), self.schema.rows
-        return share.total if share is not None and share.held == rows else rows * self.dp.size
+        """The number of rows of the global batch. What ``generate`` is called with that is not of it is one's own."""
+        rows = self.schema.rows
+        share = BatchShare.of(self.batch.values()) if self.generates else share_of(self.batch.values())
+        if share is not None and share.held == rows:
+            return share.total
+        return rows * (1 if self.generates else self.dp.size)
 
     @property
     def rows(self) -> range:
@@ -127,6 +136,8 @@ class _Drawing:
         # computes a layer again from the same state. The micro-batches of a pass begin from one state, but all except
         # the last run their backward at once.
         self.parts: dict[bytes, tuple[DrawnPart, torch.Size]] = {}
+        # Generators whose draws have a dim of rows, and the rows that are this rank's, with the number of all.
+        self.of_rows: MutableMapping[Generator, tuple[range, int]] = weakref.WeakKeyDictionary()
 
     def keep(self, state: bytes, part: DrawnPart, shape: torch.Size) -> None:
         self.parts.pop(state, None)
@@ -173,6 +184,9 @@ class _Drawing:
 
     def draw(self, kernel: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a draw of this process."""
+        given = kwargs.get("generator")
+        if given is not None and (found := self.of_rows.get(given)) is not None:
+            return _draw_rows(*found, kernel, args, kwargs)
         if in_backward():
             part, shape = (self.parts and self.parts.get(digest_of(generator_of(args, kwargs)))) or (None, None)
             is_known = part is not None and kwargs.get("out", args[0]).shape == shape
@@ -180,14 +194,14 @@ class _Drawing:
         if not self.passes:
             return kernel(*args, **kwargs)
         draw: Callable[[], Any] = functools.partial(kernel, *args, **kwargs)
-        found = self.innermost(sys._getframe(1))
-        if found is not None:
-            draws, current = found
+        running = self.innermost(sys._getframe(1))
+        if running is not None:
+            draws, current = running
             if not draws.is_on:
                 draws.tell_of_states(current.module)
                 return draw()
             draw = draws.as_one_device(current, kernel, args, kwargs)
-        if kwargs.get("generator") is not None:
+        if given is not None:
             return draw()
         generator = generator_of(args, kwargs)
         with self.lock:
@@ -198,6 +212,29 @@ class _Drawing:
 
 
 _process = _Drawing()
+
+
+def draw_rows_from(generator: Generator, rows: range, total: int) -> None:
+    """Let a generator draw for all rows of a batch, of which this rank keeps its own.
+
+    Args:
+        generator: a generator of the program.
+        rows: the rows of this rank.
+        total: the number of all rows.
+    """
+    hand_draws_to(_process.draw, (torch.device("cpu"), generator.device))
+    _process.of_rows[generator] = rows, total
+
+
+def _draw_rows(rows: range, total: int, kernel: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    x: Tensor = kwargs.get("out", args[0])
+    part = rows_of(x.shape, rows=rows, total=total) if "out" not in kwargs and is_dense(x) else None
+    if part is None:
+        raise PlanError(
+            f"a generator of mw.sampling_generator draws numbers for each of the {len(rows)} rows of a batch, "
+            f"but was asked for shape {tuple(x.shape)}. Draw with the rows in the first dim, or use a torch.Generator"
+        )
+    return draw_part(part, kernel, args, kwargs)
 
 
 class DeviceDraws:
@@ -321,6 +358,51 @@ class DeviceDraws:
 
         return end
 
+    @contextlib.contextmanager
+    def generating(
+        self,
+        model: nn.Module,
+        batch: dict[str, Any],
+        device: torch.device,
+        frame: FrameType,
+        guard: Guard | None,
+    ) -> Iterator[None]:
+        """Sample the tokens of ``generate`` as one device does: for all rows of a loader's batch, of which this rank
+        has a part, and for other prompts as they are.
+
+        Args:
+            model: the model.
+            batch: the arguments by name.
+            device: the device on which the tokens are sampled.
+            frame: the frame that runs the call.
+            guard: the guard, with which the ranks meet that have rows of one batch; None on one process.
+        """
+        if not self.is_on:
+            yield
+            return
+        hand_draws_to(_process.draw, (torch.device("cpu"), device))
+        current = _Pass(model, batch, self._format, device, self._mesh.dp, frame, generates=True)
+        _process.begin(self, current)
+        try:
+            yield
+        finally:
+            with _process.lock:
+                _process.passes.pop(frame, None)
+        if current.drew and len(current.rows) < current.total:
+            self._follow_longest(current, guard)
+        if not self._is_known:
+            self._stop()
+
+    def _follow_longest(self, current: _Pass, guard: Guard | None) -> None:
+        """Go on from the random state of the rank of dp that has sampled the longest text, as one device does."""
+        if guard is not None:
+            guard.meet("generate", self._mesh.dp.group)
+        generators = generators_of(current.device)
+        own = current.drew, {kind: generator.get_state() for kind, generator in generators.items()}
+        _, states = max(values_of_all(own, self._mesh.dp.group), key=lambda of: of[0])
+        for kind, generator in generators.items():
+            generator.set_state(states[kind])
+
     def begin_slice(self, rows: range) -> None:
         """Begin a micro-batch of the running pass, which draws what the whole pass draws, and has some of its rows."""
         owner, current = _process.innermost(sys._getframe(1)) or (None, None)
@@ -349,7 +431,7 @@ class DeviceDraws:
             args: its arguments.
             kwargs: its arguments by name.
         """
-        current.drew = True
+        current.drew += 1
         generator, x = generator_of(args, kwargs), kwargs.get("out", args[0])
         if kwargs.get("generator") is not None and generator not in current.given:
             current.given[generator] = generator.get_state()
@@ -388,6 +470,10 @@ class DeviceDraws:
         """Return the part of a draw that this rank keeps; None if it is not known."""
         if not is_dense(x):
             return None
+        if current.generates:
+            is_own = len(current.rows) == current.total
+            is_known = is_own or samples_tokens(lines)
+            return rows_of(x.shape, rows=current.rows, total=current.total) if is_known else None
         sizes, tp = current.sizes, self._mesh.tp
         of = functools.partial(part_of, rows=current.rows, total=current.total, lengths=sizes.lengths, tp=tp)
         for _ in range(2):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 import sys
 import threading
 from collections import defaultdict, deque
@@ -248,6 +249,11 @@ def lines_to(frame: FrameType | None, outer: FrameType | None = None) -> Lines:
             found.append((frame.f_code, frame.f_lasti))
         frame = frame.f_back
     return tuple(found)
+
+
+def samples_tokens(lines: Lines) -> bool:
+    """Return whether a draw is one of the tokens of ``generate``, which has the rows in its first dim."""
+    return bool(lines) and f"{os.sep}transformers{os.sep}generation{os.sep}" in lines[0][0].co_filename
 
 
 def words_for(lines: Lines) -> str:

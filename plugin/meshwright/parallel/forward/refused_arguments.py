@@ -1,8 +1,6 @@
 """What a model cannot be asked for under a plan: one table of arguments, by the axis whose ranks have parts.
 
 docs/support.md prints the table.
-
-Let the ranks of a distributed model take part in ``generate`` alike.
 """
 
 from __future__ import annotations
@@ -10,19 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from meshwright.errors import PlanError
-from meshwright.faults.every_rank import on_every_rank
-from meshwright.faults.guard import Guard
-from meshwright.mesh.axes import Axis, Mesh
+from meshwright.mesh.axes import Mesh
 from meshwright.parallel.batch.schema import CACHES
-from meshwright.parallel.collectives import agree
 from meshwright.parallel.experts.load_balancing import LoadBalancing
 from meshwright.parallel.experts.routers import OPTION
 from meshwright.parallel.method_chain import ChainStep, find_step
-from meshwright.roles.adapters import without_wrappers
 
 
 @dataclass(frozen=True)
@@ -124,47 +117,3 @@ def table() -> Iterator[str]:
     for refusal in REFUSALS:
         names = ", ".join(f"`{name}`" for name in refusal.arguments)
         yield f"| {names} | {refusal.axis} | {refusal.reason} | {refusal.cure}, or use {refusal.axis}=1 |"
-
-
-class GenerateTogether(ChainStep):
-    """The step of a model's ``generate``, which every rank must call.
-
-    The ranks of tp process the same rows, so they begin with the random state of their first rank. If it has the seed
-    of a one-device run, they draw that run's tokens. All ranks end in the same random state.
-
-    Args:
-        model: a model, or an adapter's wrapper around one.
-        mesh: the axes.
-        guard: the guard that checks that all ranks of tp call ``generate``; None on one process.
-        spreads_experts: whether ranks that read different rows hold different experts.
-        gathers: whether each forward pass gathers weights, so that every rank must run as many as the longest text.
-    """
-
-    def __init__(self, model: nn.Module, mesh: Mesh, guard: Guard | None, *, spreads_experts: bool, gathers: bool):
-        self.model, self.mesh, self.guard = model, mesh, guard
-        self.spreads_experts, self.gathers = spreads_experts, gathers
-
-    def __call__(self, *args: object, **kwargs: object) -> object:
-        return self.generate(*args, **kwargs)
-
-    @on_every_rank
-    def generate(self, *args: object, **kwargs: object) -> object:
-        """Generate tokens; every rank must make the call."""
-        check_arguments(without_wrappers(self.model)[1], {GENERATE: self}, self.mesh)
-        if self.spreads_experts:
-            raise PlanError(
-                "generate makes another number of tokens on each rank of dp, and under ParallelPlan.ep="
-                f"{self.mesh.ep.size} and etp={self.mesh.etp.size} they wait for each other in every layer. Save the "
-                "model (model.save_pretrained) and generate on one device"
-            )
-        if self.mesh.tp.size > 1:
-            if self.guard is not None:
-                self.guard.meet("generate", self.mesh.tp.group)
-            _take_first_state(next(self.model.parameters()).device, self.mesh.tp)
-        return self.method(*args, **{"synced_gpus": True, **kwargs} if self.gathers else kwargs)
-
-
-def _take_first_state(device: torch.device, tp: Axis) -> None:
-    torch.set_rng_state(agree(torch.get_rng_state().to(device), tp).cpu())
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(agree(torch.cuda.get_rng_state(device).to(device), tp).cpu(), device)
