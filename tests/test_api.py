@@ -16,6 +16,8 @@ import pytest
 from packaging.version import Version
 
 import meshwright as mw
+import meshwright_plan
+import meshwright_tools
 
 pytestmark = pytest.mark.quick
 
@@ -76,6 +78,7 @@ PUBLIC = {
     "save_checkpoint",
     "save_optimizer",
     "save_weights",
+    "sampling_generator",
     "shard_dataloader",
     "shard_optimizer",
     "shard_tensor",
@@ -144,10 +147,11 @@ def test_import_pays_for_torch_alone() -> None:
 
 def test_examples_in_docstrings() -> None:
     attempted = 0
-    for module in pkgutil.walk_packages(mw.__path__, "meshwright."):
-        result = doctest.testmod(importlib.import_module(module.name))
-        assert result.failed == 0, module.name
-        attempted += result.attempted
+    for package in (mw, meshwright_plan, meshwright_tools):
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            result = doctest.testmod(importlib.import_module(module.name))
+            assert result.failed == 0, module.name
+            attempted += result.attempted
     assert attempted > 10
 
 

@@ -9,6 +9,7 @@ import warnings
 from dataclasses import dataclass
 from importlib import metadata
 
+from meshwright.errors import PACKAGES
 from meshwright.faults.equal_errors import is_first_to_say
 
 
@@ -44,7 +45,7 @@ TESTED = {
     "trl": Range(oldest="1.16", newest="1.16", purpose="its trainers"),
 }
 
-_LIBRARIES = {"meshwright", "meshwright_tools", "meshwright_hf", *TESTED}
+_LIBRARIES = {*PACKAGES, *TESTED}
 
 
 SAID_VARIABLE = "MESHWRIGHT_UNTESTED"  # what meshwright launch has said for the processes that it starts

@@ -11,6 +11,9 @@ from types import MappingProxyType
 
 from meshwright.printable import printable_lines
 
+# The packages of the wheel. Their frames, classes and warnings are not the program's.
+PACKAGES = ("meshwright", "meshwright_plan", "meshwright_tools", "meshwright_hf")
+
 
 def _shown(names: Sequence[str]) -> str:
     return "\n  ".join(names[:20]) + (f"\n  ... and {len(names) - 20} more" if len(names) > 20 else "")

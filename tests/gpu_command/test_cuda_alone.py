@@ -9,6 +9,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 SOURCES = {
     "plugin/meshwright": "",
+    "plugin/meshwright_plan": "meshwright_plan/",
+    "plugin/meshwright_tools": "meshwright_tools/",
     "integrations/meshwright_hf": "meshwright_hf/",
 }  # and what the docs put before a file
 

@@ -28,12 +28,13 @@ from multiprocessing.util import Finalize
 from types import CodeType, FrameType, TracebackType
 from typing import Any, NoReturn, Protocol, TypeVar
 
-from meshwright.errors import DivergenceError, PeerFailedError, PlanError
+from meshwright.errors import PACKAGES, DivergenceError, PeerFailedError, PlanError
 from meshwright.mesh.siblings import STACK_SIGNAL, WRITES, write_stacks_on_signal
 from meshwright.printable import tell
 
 _LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")})
-_PACKAGES = os.path.dirname(os.path.dirname(__file__))  # the beginning of the folders of all of them
+_PLUGIN = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+_PACKAGES = tuple(os.path.join(_PLUGIN, package, "") for package in PACKAGES)
 _COLLECTIVES = os.path.join(os.path.dirname(__file__), "interpose.py")
 _DEPTH = 8  # frames of sockets and locks that a wait has at most
 
@@ -55,7 +56,7 @@ def place(thread: threading.Thread | None = None) -> str:
     """
     frame = innermost = found = _frame(thread)
     try:
-        while frame is not None and frame.f_code.co_filename.startswith((*_LIBRARIES, _PACKAGES, "<")):
+        while frame is not None and frame.f_code.co_filename.startswith((*_LIBRARIES, *_PACKAGES, "<")):
             frame = frame.f_back
         found = frame or innermost
         return "" if found is None else f"{found.f_code.co_filename}:{found.f_lineno} in {found.f_code.co_name}"

@@ -15,6 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from meshwright.errors import PACKAGES
+
 _GATHERS = 0.5  # seconds in which the rank that prints a traceback waits for others with the same one
 _PATIENCE = 1.5  # seconds that a rank waits until the first one has printed, before it prints its own
 
@@ -89,7 +91,7 @@ def _handlers() -> list[logging.Handler]:
 
 
 def _is_to_be_printed(record: logging.LogRecord) -> bool:
-    is_ours = record.name.partition(".")[0].startswith("meshwright")
+    is_ours = record.name.partition(".")[0] in PACKAGES
     if record.levelno < logging.WARNING or not (is_ours or _is_installed(record.pathname)):
         return True
     try:

@@ -19,12 +19,12 @@ from typing import Any
 import typing_extensions
 from torch import nn
 
+from meshwright.errors import PACKAGES
 from meshwright.roles.linear_kernel import form_of
 
 # What these put into a model is not the program's.
 LIBRARIES = {
-    "meshwright", "meshwright_tools", "meshwright_hf", "torch", "transformers", "peft", "trl", "accelerate",
-    "deepspeed", "bitsandbytes", "torchao",
+    *PACKAGES, "torch", "transformers", "peft", "trl", "accelerate", "deepspeed", "bitsandbytes", "torchao",
 }  # fmt: skip
 _roots: dict[str, str] = {}  # the folders of those that were imported
 _PYTHON = os.path.dirname(os.__file__) + os.sep

@@ -44,6 +44,7 @@ _MESSAGES = ("send", "recv", "recv_anysource")  # torch's methods, which never w
 _ENTERS = {"aten::lift_fresh", "aten::_to_copy", "aten::copy_"}
 _AGREEMENTS = {"largest"}  # functions of Meshwright in which the hosts agree over gloo, in a step
 _PACKAGE = Path(meshwright.__file__).parent
+_LEFT_OUT = f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/"  # torch, and the tools
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,7 +277,7 @@ def _memory_of(x: Tensor) -> int:
 
 def _place() -> str:
     """Return the line of the program that runs: the innermost one of Meshwright, or of a library above torch."""
-    frames = [f for f in traceback.extract_stack() if "/torch/" not in f.filename and f.filename != __file__]
+    frames = [f for f in traceback.extract_stack() if not f.filename.startswith(_LEFT_OUT)]
     named = [f for f in frames if Path(f.filename).is_relative_to(_PACKAGE) or "/site-packages/" in f.filename]
     frame = (named or frames)[-1]
     path = Path(frame.filename)

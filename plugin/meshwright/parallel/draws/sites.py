@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.containers import rebuilt
-from meshwright.errors import PlanError
+from meshwright.errors import PACKAGES, PlanError
 from meshwright.layout.tensor_layout import layout_if_any
 from meshwright.parallel.batch.schema import TOKENS, BatchSchema
 from meshwright.parallel.draws.kernels import apart
@@ -42,7 +42,6 @@ _KINDS = 64  # of batches whose draws are kept, such as those with sound of seve
 _LONGEST = 16  # of the functions that lead to a draw: its module, the block, the layer and the stack around it
 # The twin runs in a thread.
 _LEFT_OUT = f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[2]}/", threading.__file__
-_RUNTIME = __name__.partition(".")[0]
 _CHOICE = torch.ops.aten._fused_sdp_choice.default  # which draws nothing
 
 
@@ -425,4 +424,4 @@ def _clear(twin: nn.Module) -> None:
 def _is_of_runtime(value: object) -> bool:
     """Return whether a module's attribute is the runtime's, such as the loss of the global batch."""
     named = value if hasattr(value, "__qualname__") else type(value)
-    return str(getattr(named, "__module__", "")).startswith(f"{_RUNTIME}.")
+    return str(getattr(named, "__module__", "")).partition(".")[0] in PACKAGES
