@@ -10,6 +10,7 @@ import transformers
 
 import meshwright as mw
 from support.exact import Float64
+from support.logs import logged
 
 WORDS, ROWS = 61, 7  # the last batch has 3 rows, which two ranks do not share evenly
 PROMPTS = torch.randint(3, WORDS, (ROWS, 6), generator=torch.Generator().manual_seed(1))
@@ -75,15 +76,54 @@ def test_each_row_has_the_tokens_of_one_device(plan: str, pool2: Any) -> None:
         torch.testing.assert_close(found["losses"], expected["losses"], rtol=1e-10, atol=0)
 
 
-def test_a_draw_without_the_rows_is_named(pool2: Any) -> None:
-    for message in pool2.run(drawn_without_rows):
-        assert "rows of a batch, but was asked for shape (5,)" in message and "use a torch.Generator" in message
+def test_what_is_not_sampled_as_on_one_device_is_told(pool2: Any) -> None:
+    for rank, found in enumerate(pool2.run(sampled_otherwise)):
+        assert "rows of a batch, but was asked for shape (6,)" in found["shape"] and "pass copies=" in found["shape"]
+        assert "inside of a kernel" in found["kernel"] and "without replacement" in found["kernel"]
+        assert "no tensor of the batch is the loader's" in found["copy"]
+        assert found["copies"] == found["all"][6 * rank : 6 * rank + 6]
+        assert "not those of its tokens" in found["processor"] and found["processor"].count("generate draws") == 1
+        assert "for prompts that differ" in found["prompts"]
 
 
-def drawn_without_rows() -> str:
-    data = [{"input_ids": row} for row in PROMPTS[:4]]
-    model, _, loader = mw.to_distributed(made(), None, torch.utils.data.DataLoader(data, batch_size=4), plan="dp2")
-    generator = mw.sampling_generator(model, next(iter(loader)), seed=0)
-    with pytest.raises(mw.PlanError) as raised:
-        torch.rand(5, generator=generator)
-    return str(raised.value)
+def added_noise(ids: Any, scores: Any) -> Any:
+    return scores + torch.rand(WORDS)
+
+
+def sampled_otherwise() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+
+    def begun() -> tuple[Any, Any, Any]:
+        data = [{"input_ids": row, "labels": row} for row in PROMPTS[:4]]
+        model = made()
+        loader: Any = torch.utils.data.DataLoader(data, batch_size=4)
+        config = mw.ToDistributedConfig(plan="dp2", draws="device")
+        optimizer = torch.optim.AdamW(model.parameters())
+        model, optimizer, loader = mw.to_distributed(model, optimizer, loader, config=config)
+        return model, optimizer, next(iter(loader))
+
+    def failure(draw: Any) -> str:
+        with pytest.raises(mw.PlanError) as raised:
+            draw()
+        return str(raised.value)
+
+    model, optimizer, batch = begun()
+    generator = mw.sampling_generator(model, batch, seed=0)
+    found["shape"] = failure(lambda: torch.rand(6, generator=generator))
+    found["all"] = torch.rand(12, generator=torch.Generator().manual_seed(1)).tolist()
+    found["copies"] = torch.rand(6, generator=mw.sampling_generator(model, batch, seed=1, copies=3)).tolist()
+    torch.rand(2, generator=generator)
+    torch.multinomial(torch.ones(2, 5), 3, replacement=True, generator=generator)
+    found["kernel"] = failure(lambda: torch.rand(2, generator=generator))
+    found["copy"] = failure(lambda: mw.sampling_generator(model, {"input_ids": batch["input_ids"].clone()}, seed=0))
+    options = {"do_sample": True, "max_new_tokens": 3, "pad_token_id": 0}
+    with logged("meshwright.parallel.draws") as lines:
+        model.eval().generate(batch["input_ids"], logits_processor=[added_noise], **options)
+        found["processor"] = "\n".join(lines)
+    model, optimizer, batch = begun()
+    with logged("meshwright.parallel.draws") as lines:
+        model.eval().generate(batch["input_ids"].clone(), **options)
+        model.train()(**batch).loss.backward()
+        optimizer.step()
+        found["prompts"] = "\n".join(lines)
+    return found

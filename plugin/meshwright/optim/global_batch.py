@@ -16,12 +16,12 @@ from meshwright.errors import PlanError
 from meshwright.faults.together import exchange_together
 from meshwright.mesh.axes import Axis
 from meshwright.mesh.process_group import world_size
-from meshwright.optim.runtime import Runtime, Watch, live_runtimes, runtime_of
+from meshwright.optim.runtime import Runtime, Watch, find_runtime, live_runtimes, runtime_of
 from meshwright.parallel import collectives
 from meshwright.parallel.batch.mean_over_ranks import GlobalMean
-from meshwright.parallel.batch.schema import BatchSchema
-from meshwright.parallel.batch.share import BatchShare, are_cut, has_filler_rows
+from meshwright.parallel.batch.share import are_cut, has_filler_rows
 from meshwright.parallel.draws.device_draws import draw_rows_from
+from meshwright.parallel.draws.sampling import RowDraws, rows_of
 from meshwright.parallel.forward.uneven_batches import UnevenBatches
 from meshwright.parallel.losses.deferred_logits import deferred_of
 
@@ -143,7 +143,7 @@ def _rows_of_ranks(x: Tensor, axis: Axis) -> list[int]:
     return [rows for rows, _ in reports]
 
 
-def sampling_generator(model: nn.Module, batch: Mapping[str, Any], *, seed: int) -> torch.Generator:
+def sampling_generator(model: nn.Module, batch: Mapping[str, Any], *, seed: int, copies: int = 1) -> torch.Generator:
     """Return a generator with which a loop of your own samples the tokens that one device samples for these rows.
 
     A draw from it is that for all rows of the loader's batch, of which this rank keeps its own. ``generate`` of
@@ -154,11 +154,13 @@ def sampling_generator(model: nn.Module, batch: Mapping[str, Any], *, seed: int)
 
     Args:
         model: the model, distributed or not.
-        batch: a batch of the loader that ``to_distributed`` returned, or tensors of it.
+        batch: a batch as the loader that ``to_distributed`` returned has yielded it.
         seed: the seed, the same on all ranks.
+        copies: the number of entries that the first dim of a draw has for each row, one row after the other.
 
     Raises:
-        PlanError: by a draw whose first dim does not have this rank's rows, or several entries for each.
+        PlanError: if the batch is not the loader's under data parallelism; later by a draw whose first dim does not
+            have this rank's rows.
 
     Example::
 
@@ -169,11 +171,14 @@ def sampling_generator(model: nn.Module, batch: Mapping[str, Any], *, seed: int)
     """
     # A clone, since torch hands an operation the Python object of a generator only if torch has made it itself.
     generator = torch.Generator(next(model.parameters()).device).manual_seed(seed).clone_state()
-    share = BatchShare.of(BatchSchema(batch).tensors.values())
-    if share is not None and share.total > share.held:
-        dp = runtime_of(model).mesh.dp
-        first = min(dp.rank * share.total // dp.size, share.total - share.held)
-        draw_rows_from(generator, range(first, first + share.held), share.total)
+    if (runtime := find_runtime(model)) is not None and (dp := runtime.mesh.dp).size > 1:
+        if (rows := rows_of(batch, dp)) is None:
+            raise PlanError(
+                f"mw.sampling_generator does not know which rows of the global batch rank {dp.rank} of dp={dp.size} "
+                "has: no tensor of the batch is the loader's. Pass the batch as the loader yielded it; its copies "
+                "may be padded or repeated afterwards"
+            )
+        draw_rows_from(generator, RowDraws(*rows, copies))
     return generator
 
 

@@ -27,15 +27,16 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 
-from meshwright.errors import PlanError
+from meshwright.errors import DivergenceError, PeerFailedError
 from meshwright.faults.guard import Guard
+from meshwright.faults.interpose import own_collectives
 from meshwright.faults.statement import Statement
 from meshwright.faults.together import values_of_all
 from meshwright.mesh.axes import Axis, Mesh
 from meshwright.parallel.autograd_graph import in_backward
 from meshwright.parallel.batch.items import BatchFormat
 from meshwright.parallel.batch.schema import BatchSchema
-from meshwright.parallel.batch.share import BatchShare, share_of
+from meshwright.parallel.batch.share import share_of
 from meshwright.parallel.draws.kernels import (
     Call,
     digest_of,
@@ -43,8 +44,9 @@ from meshwright.parallel.draws.kernels import (
     generators_of,
     hand_draws_to,
 )
-from meshwright.parallel.draws.part import DrawnPart, draw_part, is_dense, part_of, rows_of
-from meshwright.parallel.draws.sites import BatchSizes, DrawSites, Lines, lines_to, samples_tokens, words_for
+from meshwright.parallel.draws.part import DrawnPart, draw_part, is_dense, part_of
+from meshwright.parallel.draws.sampling import Generation, RowDraws, samples_tokens
+from meshwright.parallel.draws.sites import BatchSizes, DrawSites, Lines, lines_to, words_for
 from meshwright.parallel.dropout_streams import DropoutStreams, Restore, is_capturing
 from meshwright.progress import is_first_rank
 from meshwright.temporarily import temporarily
@@ -71,7 +73,7 @@ class _Pass:
         states: the states of torch's generators before the first micro-batch.
         given: the program's own generators that the pass has drawn from, with their states before.
         frame: the frame that runs it, which a draw of the pass has on its stack.
-        generates: whether it is a call of ``generate``, which samples tokens between the passes of the model.
+        generation: the call of ``generate`` that it is, or that has called it; None outside of one.
         part: which of this rank's rows run now; None for all.
         drew: how often it has drawn.
         is_seen: whether all that it has drawn was seen.
@@ -83,13 +85,18 @@ class _Pass:
     device: torch.device
     dp: Axis
     frame: FrameType
-    generates: bool = False
+    generation: Generation | None = None
     thread: int = field(default_factory=threading.get_ident)
     states: dict[str, Tensor] = field(default_factory=dict)
     given: dict[Generator, Tensor] = field(default_factory=dict)
     part: range | None = None
     drew: int = 0
     is_seen: bool = True
+
+    @property
+    def generates(self) -> bool:
+        """Whether it is a call of ``generate`` itself, which samples tokens between the passes of the model."""
+        return self.generation is not None and self.generation.batch is self.batch
 
     @functools.cached_property
     def schema(self) -> BatchSchema:
@@ -103,18 +110,25 @@ class _Pass:
 
     @functools.cached_property
     def total(self) -> int:
-        """The number of rows of the global batch. What ``generate`` is called with that is not of it is one's own."""
+        """The number of rows of the global batch."""
         rows = self.schema.rows
-        share = BatchShare.of(self.batch.values()) if self.generates else share_of(self.batch.values())
-        if share is not None and share.held == rows:
-            return share.total
-        return rows * (1 if self.generates else self.dp.size)
+        if self.generation is not None:
+            return self.generation.total * self._copies
+        share = share_of(self.batch.values())
+        return share.total if share is not None and share.held == rows else rows * self.dp.size
+
+    @property
+    def _copies(self) -> int:
+        """The number of rows of a pass for each row of the call of ``generate`` that runs it."""
+        return 1 if self.generation is None else max(1, self.schema.rows // self.generation.held)
 
     @property
     def rows(self) -> range:
         """The rows of the global batch that run now."""
         held = self.schema.rows
         first = min(self.dp.rank * self.total // self.dp.size, self.total - held)
+        if self.generation is not None:
+            first = self.generation.first * self._copies
         if self.part is None:
             return range(first, first + held)
         low = min(self.part.start, held - 1)  # a micro-batch without rows has one that does not count
@@ -136,8 +150,7 @@ class _Drawing:
         # computes a layer again from the same state. The micro-batches of a pass begin from one state, but all except
         # the last run their backward at once.
         self.parts: dict[bytes, tuple[DrawnPart, torch.Size]] = {}
-        # Generators whose draws have a dim of rows, and the rows that are this rank's, with the number of all.
-        self.of_rows: MutableMapping[Generator, tuple[range, int]] = weakref.WeakKeyDictionary()
+        self.of_rows: MutableMapping[Generator, RowDraws] = weakref.WeakKeyDictionary()  # the program's own
 
     def keep(self, state: bytes, part: DrawnPart, shape: torch.Size) -> None:
         self.parts.pop(state, None)
@@ -185,8 +198,8 @@ class _Drawing:
     def draw(self, kernel: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a draw of this process."""
         given = kwargs.get("generator")
-        if given is not None and (found := self.of_rows.get(given)) is not None:
-            return _draw_rows(*found, kernel, args, kwargs)
+        if given is not None and (rows := self.of_rows.get(given)) is not None:
+            return rows.draw(kernel, args, kwargs)
         if in_backward():
             part, shape = (self.parts and self.parts.get(digest_of(generator_of(args, kwargs)))) or (None, None)
             is_known = part is not None and kwargs.get("out", args[0]).shape == shape
@@ -214,27 +227,10 @@ class _Drawing:
 _process = _Drawing()
 
 
-def draw_rows_from(generator: Generator, rows: range, total: int) -> None:
-    """Let a generator draw for all rows of a batch, of which this rank keeps its own.
-
-    Args:
-        generator: a generator of the program.
-        rows: the rows of this rank.
-        total: the number of all rows.
-    """
+def draw_rows_from(generator: Generator, rows: RowDraws) -> None:
+    """Let a generator of the program draw for all rows of a batch, of which this rank keeps its own."""
     hand_draws_to(_process.draw, (torch.device("cpu"), generator.device))
-    _process.of_rows[generator] = rows, total
-
-
-def _draw_rows(rows: range, total: int, kernel: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x: Tensor = kwargs.get("out", args[0])
-    part = rows_of(x.shape, rows=rows, total=total) if "out" not in kwargs and is_dense(x) else None
-    if part is None:
-        raise PlanError(
-            f"a generator of mw.sampling_generator draws numbers for each of the {len(rows)} rows of a batch, "
-            f"but was asked for shape {tuple(x.shape)}. Draw with the rows in the first dim, or use a torch.Generator"
-        )
-    return draw_part(part, kernel, args, kwargs)
+    _process.of_rows[generator] = rows
 
 
 class DeviceDraws:
@@ -266,6 +262,7 @@ class DeviceDraws:
         self._moment, self._rows = "", 0
         self._meetings: dict[str, int] = {}
         self._may_be_on, self._compares, self._has_drawn, self._differs = is_on, is_on, False, False
+        self._prompts = ""  # a digest of what generate has sampled for, other than the loader's batches
         self._cost = DrawingTime()
 
     @property
@@ -310,7 +307,17 @@ class DeviceDraws:
             self._meetings[axis.name] = count = self._meetings.get(axis.name, 0) + 1
             if count <= _FIRST or count % _EVERY == 0:
                 drawn = f"{self._state} for {self._rows} rows" if self._has_drawn else "nothing"
-                self._compare(guard, axis, drawn if self.is_on else "for itself")
+                self._compare(guard, axis, f"{drawn}{self._prompts}" if self.is_on else "for itself")
+                if self._differs and self._prompts:
+                    self._tell_once(
+                        "prompts",
+                        "generate has sampled on the ranks of dp for prompts that differ, or from random states that "
+                        "do, and that are no tensors of a batch of the loader as it yielded them. So the tokens are "
+                        "others than on one device, and the ranks draw for themselves from now on. Generate for the "
+                        "loader's own tensors, and for the same other prompts on all ranks; or pass %s",
+                        _RANK,
+                    )  # fmt: skip
+                self._prompts = ""
 
     def _compare(self, guard: Guard, axis: Axis, text: str) -> None:
         if not guard.agree("what the forward draws", text, group=axis.group):
@@ -336,7 +343,9 @@ class DeviceDraws:
         if is_capturing(device) or not (self.is_on or self._differs or _process.passes):
             return self._streams.enter_model(device, trains=trains)
         hand_draws_to(_process.draw, (torch.device("cpu"), device))
-        current = _Pass(module, batch, self._format, device, self._mesh.dp, frame)
+        _, outer = _process.innermost(frame) or (None, None)
+        generation = None if outer is None else outer.generation
+        current = _Pass(module, batch, self._format, device, self._mesh.dp, frame, generation)
         _process.begin(self, current)
         restore = None if self.is_on else self._streams.enter_model(device, trains=trains)
         if self.is_on:
@@ -360,12 +369,7 @@ class DeviceDraws:
 
     @contextlib.contextmanager
     def generating(
-        self,
-        model: nn.Module,
-        batch: dict[str, Any],
-        device: torch.device,
-        frame: FrameType,
-        guard: Guard | None,
+        self, model: nn.Module, batch: dict[str, Any], device: torch.device, frame: FrameType, guard: Guard | None
     ) -> Iterator[None]:
         """Sample the tokens of ``generate`` as one device does: for all rows of a loader's batch, of which this rank
         has a part, and for other prompts as they are.
@@ -377,31 +381,65 @@ class DeviceDraws:
             frame: the frame that runs the call.
             guard: the guard, with which the ranks meet that have rows of one batch; None on one process.
         """
+        call = Generation.of(model, batch, self._mesh.dp)
+        meets = self._may_be_on and call.samples and call.total > call.held and guard is not None and guard.is_current
+        state = b"".join(map(digest_of, generators_of(device).values())).hex()
+        if meets and guard is not None:
+            text = f"{state} for {call.total} rows" if self.is_on else "for itself"
+            if not guard.agree("generate", text, group=self._mesh.dp.group):
+                self._differs = True
+                self.tell_of_states(model)
+                self._stop()
         if not self.is_on:
             yield
             return
+        if call.samples and not meets and self._mesh.dp.size > 1:
+            self._prompts = call.digest(state)
+            self._meetings.clear()  # so that the ranks compare them where they meet next
         hand_draws_to(_process.draw, (torch.device("cpu"), device))
-        current = _Pass(model, batch, self._format, device, self._mesh.dp, frame, generates=True)
+        current = _Pass(model, batch, self._format, device, self._mesh.dp, frame, generation=call)
         _process.begin(self, current)
+        failure: Exception | None = None
         try:
             yield
+        except (DivergenceError, PeerFailedError):
+            raise
+        except Exception as error:  # which the program may catch on this rank alone
+            failure = error
         finally:
             with _process.lock:
+                _process.see(device)
                 _process.passes.pop(frame, None)
-        if current.drew and len(current.rows) < current.total:
-            self._follow_longest(current, guard)
+        self._is_known &= current.is_seen
+        if meets:
+            self._follow_longest(current, has_failed=failure is not None)
         if not self._is_known:
+            self._tell_of_sampling()
             self._stop()
+        if failure is not None:
+            raise failure
 
-    def _follow_longest(self, current: _Pass, guard: Guard | None) -> None:
+    def _follow_longest(self, current: _Pass, *, has_failed: bool) -> None:
         """Go on from the random state of the rank of dp that has sampled the longest text, as one device does."""
-        if guard is not None:
-            guard.meet("generate", self._mesh.dp.group)
         generators = generators_of(current.device)
-        own = current.drew, {kind: generator.get_state() for kind, generator in generators.items()}
-        _, states = max(values_of_all(own, self._mesh.dp.group), key=lambda of: of[0])
+        states = {kind: generator.get_state() for kind, generator in generators.items()}
+        own = -1 if has_failed else current.drew, self._is_known, states
+        with own_collectives():
+            of_ranks = values_of_all(own, self._mesh.dp.group)
+        self._is_known = all(is_known for _, is_known, _ in of_ranks)
+        _, _, states = max(of_ranks, key=lambda of_rank: of_rank[0])
         for kind, generator in generators.items():
             generator.set_state(states[kind])
+        _process.follow(current.device)
+
+    def _tell_of_sampling(self) -> None:
+        self._tell_once(
+            "sampling",
+            "generate draws random numbers that are not those of its tokens, as a processor of logits may, or inside "
+            "of a kernel. So the ranks sample others than one device from now on. Draw them from a torch.Generator of "
+            "their own; or pass %s, which says nothing",
+            _RANK,
+        )
 
     def begin_slice(self, rows: range) -> None:
         """Begin a micro-batch of the running pass, which draws what the whole pass draws, and has some of its rows."""
@@ -431,6 +469,8 @@ class DeviceDraws:
             args: its arguments.
             kwargs: its arguments by name.
         """
+        if current.generates:
+            return self._as_sampled(current, kernel, args, kwargs)
         current.drew += 1
         generator, x = generator_of(args, kwargs), kwargs.get("out", args[0])
         if kwargs.get("generator") is not None and generator not in current.given:
@@ -455,6 +495,21 @@ class DeviceDraws:
 
         return draw
 
+    def _as_sampled(
+        self, current: _Pass, kernel: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Callable[[], Any]:
+        """Return a function that makes a draw of ``generate`` between the passes of the model."""
+        call = current.generation
+        assert call is not None
+        if kwargs.get("generator") is not None or call.held == call.total:
+            return functools.partial(kernel, *args, **kwargs)
+        current.drew += 1
+        part = call.part(args[0].shape) if samples_tokens(sys._getframe(1)) and is_dense(args[0]) else None
+        if part is None:
+            self._is_known = False
+            return functools.partial(kernel, *args, **kwargs)
+        return functools.partial(draw_part, part, kernel, args, kwargs)
+
     def tell_of_states(self, module: nn.Module) -> None:
         """Tell that ranks draw for themselves, if they differ."""
         if self._differs:
@@ -470,10 +525,6 @@ class DeviceDraws:
         """Return the part of a draw that this rank keeps; None if it is not known."""
         if not is_dense(x):
             return None
-        if current.generates:
-            is_own = len(current.rows) == current.total
-            is_known = is_own or samples_tokens(lines)
-            return rows_of(x.shape, rows=current.rows, total=current.total) if is_known else None
         sizes, tp = current.sizes, self._mesh.tp
         of = functools.partial(part_of, rows=current.rows, total=current.total, lengths=sizes.lengths, tp=tp)
         for _ in range(2):

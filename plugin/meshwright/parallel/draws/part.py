@@ -99,22 +99,6 @@ def part_of(
     return DrawnPart(shape, tuple(entries), of_rows, of_channels, of_tokens, (tp.rank, tp.size))
 
 
-def rows_of(own: Sequence[int], *, rows: range, total: int) -> DrawnPart | None:
-    """Return the part of a draw whose first dim has the rows, each with as many entries; None if it has not.
-
-    Args:
-        own: the shape of what the rank draws.
-        rows: the rows of the global batch that run now.
-        total: the number of rows of the global batch.
-    """
-    if len(rows) == total:
-        return DrawnPart(tuple(own), tuple((1, size) for size in own))
-    each, rest = divmod(own[0], len(rows)) if own else (0, 1)
-    shape = total * each, *own[1:]
-    entries = (total, each), *((1, size) for size in own[1:])
-    return None if rest else DrawnPart(shape, entries, rows=(0, rows.start, len(rows)))
-
-
 def draw_part(part: DrawnPart, kernel: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Draw a whole tensor, and keep a part of it.
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import os
 import sys
 import threading
 from collections import defaultdict, deque
@@ -26,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from meshwright.containers import rebuilt
 from meshwright.errors import PACKAGES, PlanError
 from meshwright.layout.tensor_layout import layout_if_any
-from meshwright.parallel.batch.schema import TOKENS, BatchSchema
+from meshwright.parallel.batch.schema import CACHES, TOKENS, BatchSchema
 from meshwright.parallel.draws.kernels import apart
 from meshwright.parallel.fake_passes.fake_pass import run_again_without_values
 from meshwright.parallel.foreign_hooks import hook_tables
@@ -250,11 +249,6 @@ def lines_to(frame: FrameType | None, outer: FrameType | None = None) -> Lines:
     return tuple(found)
 
 
-def samples_tokens(lines: Lines) -> bool:
-    """Return whether a draw is one of the tokens of ``generate``, which has the rows in its first dim."""
-    return bool(lines) and f"{os.sep}transformers{os.sep}generation{os.sep}" in lines[0][0].co_filename
-
-
 def words_for(lines: Lines) -> str:
     """Return the function and the line of a draw, for messages."""
     if not lines:
@@ -300,6 +294,7 @@ def _form(once: _Drawn, others: Sequence[_Drawn], sizes: BatchSizes, names: Sequ
 
 def _draws_of(twin: nn.Module, batch: Mapping[str, Any]) -> tuple[_Found, str | None]:
     """Return what a module draws, and why the pass has ended early, if it has."""
+    batch = {name: _apart(x) if name in CACHES else x for name, x in batch.items()}
     watch = _DrawWatch()
     failures: list[str | None] = [None]
 
@@ -317,6 +312,19 @@ def _draws_of(twin: nn.Module, batch: Mapping[str, Any]) -> tuple[_Found, str | 
     thread.join()
     states.restore()
     return watch.found, failures[0]
+
+
+def _apart(value: Any) -> Any:
+    """Return a copy of the keys and values of earlier tokens, to which a pass without values may append."""
+    if isinstance(value, Mapping):
+        return copy.copy(value) if not isinstance(value, dict) else {name: _apart(x) for name, x in value.items()}
+    if isinstance(value, list | tuple):
+        return rebuilt(value, [_apart(x) for x in value])
+    if isinstance(value, Tensor | nn.Module | type) or callable(value) or not hasattr(value, "__dict__"):
+        return value
+    new = copy.copy(value)
+    vars(new).update({name: _apart(x) for name, x in vars(value).items()})
+    return new
 
 
 class _DrawWatch(TorchDispatchMode):

@@ -1,11 +1,5 @@
 """The ranks of a distributed model take part in ``generate`` alike, and sample the tokens of one device.
 
-::
-
-    one device   step t: exponential numbers [4 rows, vocabulary], a token of each row
-    rank 0       the same numbers of 4 rows, of which it takes those of rows 0 and 1
-    rank 1       the same numbers of 4 rows, of which it takes those of rows 2 and 3
-
 One device goes on until all rows have ended. So the ranks end in the random state of the one with the longest text.
 """
 
@@ -73,7 +67,7 @@ class GenerateTogether(ChainStep):
             if self.guard is not None:
                 self.guard.meet("generate", self.mesh.tp.group)
             _take_first_state(device, self.mesh.tp)
-        batch = {**({"inputs": args[0]} if args else {}), **kwargs}
+        batch = {**({getattr(self.model, "main_input_name", "inputs"): args[0]} if args else {}), **kwargs}
         with self.draws.generating(self.model, batch, device, sys._getframe(), self.guard):
             return self.method(*args, **{"synced_gpus": True, **kwargs} if self.gathers else kwargs)
 
