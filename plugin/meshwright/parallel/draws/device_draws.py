@@ -11,6 +11,7 @@ All ranks draw from torch's own generators, in the program's order, so after a s
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
@@ -55,7 +56,7 @@ _FIRST, _EVERY = 3, 50  # the first steps, in which the ranks compare their rand
 
 
 @dataclass
-class _Pass:
+class RunningPass:
     """A forward pass that runs.
 
     Args:
@@ -64,8 +65,8 @@ class _Pass:
         format: what they mean.
         device: the device on which it draws.
         dp: the axis over which the rows of the global batch are split.
-        states: the states of torch's generators before the first micro-batch.
-        given: the program's own generators that the pass has drawn from, with their states before.
+        states: the states of torch's generators before the first micro-batch, and those of the program's own generators
+            before the pass has drawn from them.
         frame: the frame that runs it, which a draw of the pass has on its stack.
         part: which of this rank's rows run now; None for all.
         drew: whether it has drawn.
@@ -79,8 +80,7 @@ class _Pass:
     dp: Axis
     frame: FrameType
     thread: int = field(default_factory=threading.get_ident)
-    states: dict[str, Tensor] = field(default_factory=dict)
-    given: dict[Generator, Tensor] = field(default_factory=dict)
+    states: dict[Generator, Tensor] = field(default_factory=dict)
     part: range | None = None
     drew: bool = False
     is_seen: bool = True
@@ -118,23 +118,27 @@ class _Drawing:
     def __init__(self) -> None:
         # The passes that run, by their frames. A draw belongs to the innermost pass on its own stack, so those of other
         # threads, and those after a pass that was interrupted, belong to none.
-        self.passes: dict[FrameType, tuple[DeviceDraws, _Pass]] = {}
+        self.passes: dict[FrameType, tuple[DeviceDraws, RunningPass]] = {}
         # By generator, the digest of its state after the last draw of any thread, while passes run.
         self.last: dict[Generator, bytes] = {}
         self.is_looking = False  # whether a pass without values runs, of which threads may draw
         self.lock = threading.RLock()  # so that a digest is that of the state after a draw
         # By the generator's state before a draw: the part of the draw, and the shape of what a rank keeps. Backward
-        # computes a layer again from the same state. The micro-batches of a pass begin from one state, but all except
-        # the last run their backward at once.
-        self.parts: dict[bytes, tuple[DrawnPart, torch.Size]] = {}
+        # computes a layer again from the same state. The micro-batches of a pass begin from one state. All except the
+        # last run their backward at once, or in a pipeline later, so there each has parts of its own.
+        self.parts: dict[tuple[bytes, int | None], tuple[DrawnPart, torch.Size]] = {}
+        self.micro_batch: int | None = None  # the one of a pipeline that runs
 
-    def keep(self, state: bytes, part: DrawnPart, shape: torch.Size) -> None:
-        self.parts.pop(state, None)
+    def keep(self, state: bytes, part: DrawnPart | None, shape: torch.Size) -> None:
+        """Keep the part of a draw; None for a whole one, which may be of another pass from a state, as of a program
+        that seeds again."""
+        self.parts.pop((state, self.micro_batch), None)
         while len(self.parts) >= _MOST:
             del self.parts[next(iter(self.parts))]
-        self.parts[state] = part, shape
+        if part is not None:
+            self.parts[state, self.micro_batch] = part, shape
 
-    def innermost(self, frame: FrameType | None) -> tuple[DeviceDraws, _Pass] | None:
+    def innermost(self, frame: FrameType | None) -> tuple[DeviceDraws, RunningPass] | None:
         """Return the pass that has called a frame."""
         while self.passes and frame is not None:
             if (found := self.passes.get(frame)) is not None:
@@ -142,7 +146,7 @@ class _Drawing:
             frame = frame.f_back
         return None
 
-    def begin(self, draws: DeviceDraws, current: _Pass) -> None:
+    def begin(self, draws: DeviceDraws, current: RunningPass) -> None:
         """Begin a pass, after which nothing of this thread runs that it is not inside of."""
         thread, running, frame = current.thread, set(), current.frame.f_back
         while self.passes and frame is not None:
@@ -174,7 +178,8 @@ class _Drawing:
     def draw(self, kernel: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a draw of this process."""
         if in_backward():
-            part, shape = (self.parts and self.parts.get(digest_of(generator_of(args, kwargs)))) or (None, None)
+            state = digest_of(generator_of(args, kwargs)) if self.parts else b""
+            part, shape = self.parts.get((state, self.micro_batch), (None, None))
             is_known = part is not None and kwargs.get("out", args[0]).shape == shape
             return draw_part(part, kernel, args, kwargs) if part and is_known else kernel(*args, **kwargs)
         if not self.passes:
@@ -198,6 +203,19 @@ class _Drawing:
 
 
 _process = _Drawing()
+
+
+def go_on_from(device: torch.device, states: Mapping[Generator, Tensor]) -> None:
+    """Set the states of generators, from which the running passes go on to draw on a device."""
+    _process.see(device)
+    for generator, state in states.items():
+        generator.set_state(state)
+    _process.follow(device)
+
+
+def of_micro_batch(number: int) -> contextlib.AbstractContextManager[None]:
+    """Let draws inside the context be those of one of several micro-batches whose backwards wait for each other."""
+    return temporarily(_process, micro_batch=number)
 
 
 class DeviceDraws:
@@ -229,6 +247,7 @@ class DeviceDraws:
         self._moment, self._rows = "", 0
         self._meetings: dict[str, int] = {}
         self._may_be_on, self._compares, self._has_drawn, self._differs = is_on, is_on, False, False
+        self._stops = False  # whether a stage waits until all stages of its pipeline stop
         self._cost = DrawingTime()
 
     @property
@@ -259,6 +278,10 @@ class DeviceDraws:
         self._state = b"".join(map(digest_of, generators_of(device).values())).hex()
         if tp.size > 1 and is_first and guard.is_current:
             self._compare(guard, tp, self._state)
+            if (pp := self._mesh.pp).size > 1 and not guard.agree("draws", f"{not self._stops}", group=pp.group):
+                self._stops = True
+            if self._stops:
+                self.stop()  # all stages alike, before they draw
         self._moment = f"{self._state} after {self._rows} rows" if tp.size > 1 and self._has_drawn else ""
 
     def meet_over(self, guard: Guard, axis: Axis) -> None:
@@ -299,7 +322,7 @@ class DeviceDraws:
         if is_capturing(device) or not (self.is_on or self._differs or _process.passes):
             return self._streams.enter_model(device, trains=trains)
         hand_draws_to(_process.draw, (torch.device("cpu"), device))
-        current = _Pass(module, batch, self._format, device, self._mesh.dp, frame)
+        current = RunningPass(module, batch, self._format, device, self._mesh.dp, frame)
         _process.begin(self, current)
         restore = None if self.is_on else self._streams.enter_model(device, trains=trains)
         if self.is_on:
@@ -323,23 +346,21 @@ class DeviceDraws:
 
     def begin_slice(self, rows: range) -> None:
         """Begin a micro-batch of the running pass, which draws what the whole pass draws, and has some of its rows."""
-        owner, current = _process.innermost(sys._getframe(1)) or (None, None)
-        if current is None or owner is not self or not self.is_on:
+        if (current := self.running()) is None:
             return
         is_first, current.part = current.part is None, rows  # several may begin at row 0, with no rows
-        generators = generators_of(current.device)
         if is_first:
-            current.states = {kind: generator.get_state() for kind, generator in generators.items()}
-            return
-        for given, state in current.given.items():
-            given.set_state(state)
-        _process.see(current.device)
-        for kind, generator in generators.items():
-            generator.set_state(current.states[kind])
-        _process.follow(current.device)
+            current.states = {generator: generator.get_state() for generator in generators_of(current.device).values()}
+        else:
+            go_on_from(current.device, current.states)
+
+    def running(self) -> RunningPass | None:
+        """Return this model's pass that runs, if it draws what one device draws."""
+        owner, current = _process.innermost(sys._getframe(1)) or (None, None)
+        return current if owner is self and self.is_on else None
 
     def as_one_device(
-        self, current: _Pass, kernel: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, current: RunningPass, kernel: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Callable[[], Any]:
         """Return a function that makes a draw of a pass.
 
@@ -351,8 +372,8 @@ class DeviceDraws:
         """
         current.drew = True
         generator, x = generator_of(args, kwargs), kwargs.get("out", args[0])
-        if kwargs.get("generator") is not None and generator not in current.given:
-            current.given[generator] = generator.get_state()
+        if kwargs.get("generator") is not None and generator not in current.states:
+            current.states[generator] = generator.get_state()
         lines = lines_to(sys._getframe(1), current.frame)
         part = self._part(current, lines, x)
         if part is not None and not part.is_whole and "out" in kwargs:
@@ -363,7 +384,7 @@ class DeviceDraws:
         def draw() -> Any:
             state = digest_of(generator)
             if part is None or part.is_whole:
-                _process.parts.pop(state, None)  # of another pass from the same state, as of a program that seeds again
+                _process.keep(state, None, x.shape)
                 return kernel(*args, **kwargs)  # which backward repeats if it computes the layer again
             start = time.perf_counter()
             _process.keep(state, part, x.shape)
@@ -384,7 +405,7 @@ class DeviceDraws:
                 type(module).__name__, _CURE,
             )  # fmt: skip
 
-    def _part(self, current: _Pass, lines: Lines, x: Tensor) -> DrawnPart | None:
+    def _part(self, current: RunningPass, lines: Lines, x: Tensor) -> DrawnPart | None:
         """Return the part of a draw that this rank keeps; None if it is not known."""
         if not is_dense(x):
             return None
@@ -420,7 +441,7 @@ class DeviceDraws:
         )  # fmt: skip
         self._is_known = False
 
-    def _end(self, current: _Pass) -> None:
+    def _end(self, current: RunningPass) -> None:
         self._has_drawn, self._rows = True, current.total
         if not current.is_seen:
             self._tell_once(
@@ -436,8 +457,32 @@ class DeviceDraws:
             self._stop()
 
     def _stop(self) -> None:
+        """Stop, or wait until the stages of the pipeline do so together."""
+        self._stops = True
+        if self._mesh.pp.size == 1:
+            self.stop()
+
+    def stop(self) -> None:
         """Let the ranks draw from streams of their own from the next pass on."""
         self.is_on, self._streams.is_on = False, True
+
+    def marks_of(self, current: RunningPass) -> tuple[bool, bool]:
+        """Return whether a pass has drawn so far, and whether the stages must stop."""
+        _process.see(current.device)
+        has_drawn = current.drew or not current.is_seen
+        return has_drawn, self._stops or not (self._is_known and current.is_seen)
+
+    def tell_of_late_draws(self, current: RunningPass) -> bool:
+        """Tell if a pass has drawn, whose stages expected it not to; return whether it has."""
+        if has_drawn := self.marks_of(current)[0]:
+            self._tell_once(
+                "late",
+                "the forward of %s draws random numbers, and has drawn none in its first pass with such arguments. So "
+                "the stages of the pipeline draw others than one device in this pass, and those of one device from the "
+                "next pass on. Set rates of dropout before the first step; or pass %s, which says nothing",
+                type(current.module).__name__, _RANK,
+            )  # fmt: skip
+        return has_drawn
 
     def _tell_once(self, about: str, text: str, *values: object) -> None:
         if about not in self._logged:
