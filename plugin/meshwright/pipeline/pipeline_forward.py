@@ -28,6 +28,7 @@ from meshwright.parallel.batch.schema import Batch, BatchSchema, leaves
 from meshwright.parallel.batch.share import cut
 from meshwright.parallel.collectives import all_reduce
 from meshwright.parallel.draws.stage_states import StageStates
+from meshwright.parallel.dropout_streams import Rates
 from meshwright.parallel.experts.load_balancing import LoadBalancing
 from meshwright.parallel.experts.routers import RouterRecord
 from meshwright.parallel.forward.split_forward import check_inputs, count_micro_batches
@@ -136,7 +137,7 @@ class PipelineForward(BatchStep):
         self.stages = Stages(facts, cut, self, region, self.balancing, towers, beside=BesideInputs(cut, region))
         splits = cut.schedule in SPLIT_BACKWARD
         self.later = WeightGradients(_own_modules(facts, cut) if splits else ())
-        self.draws = StageStates(runtime.draws)
+        self.draws = StageStates(runtime.draws, Rates(facts, facts.model))
         self._waits_in_stages = runtime.weights is not None or runtime.plan.spreads_experts_over_dp
         self._boundary_dtypes: dict[_Precision, dict[int, torch.dtype]] = {}
         self._formats: dict[Hashable, dict[int, Format]] = {}

@@ -18,7 +18,7 @@ import functools
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -96,7 +96,7 @@ class Stages:
         for stage in set(cut.own) - {cut.last}:
             last = cut.layers[cut.spans[stage].stop - 1]
             handle = last.register_forward_hook(functools.partial(self._leave_layers, stage))
-            self._leaving[stage] = last._forward_hooks, handle.id
+            self._leaving[stage] = cast(OrderedDict[int, Any], last._forward_hooks), handle.id
         self._is_after = False  # whether the running pass has left the last layer
         for module, name in facts.names.items():
             own = [f"{name}.{key}".lstrip(".") for key, weight in module._parameters.items() if weight is not None]
@@ -157,7 +157,7 @@ class Stages:
                 self._hidden = self._draws = None
 
     def _leave_layers(self, stage: int, *_: object) -> None:
-        """Keep the random states after a stage's last layer; what the model draws after it, the next stage draws too."""
+        """Keep the random states after a stage's last layer. The next stage too draws what follows in the model."""
         if self._draws is not None and self._active == stage:
             self._draws.leave_layers(stage)
 

@@ -18,7 +18,7 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -33,24 +33,23 @@ from meshwright.parallel.autograd_graph import in_backward
 from meshwright.parallel.batch.items import BatchFormat
 from meshwright.parallel.batch.schema import BatchSchema
 from meshwright.parallel.batch.share import share_of
+from meshwright.parallel.draws.drawing_time import INSTEAD, DrawingTime
 from meshwright.parallel.draws.kernels import (
     Call,
     digest_of,
     generator_of,
     generators_of,
     hand_draws_to,
+    identity_of,
 )
 from meshwright.parallel.draws.part import DrawnPart, draw_part, is_dense, part_of
 from meshwright.parallel.draws.sites import BatchSizes, DrawSites, Lines, lines_to, words_for
 from meshwright.parallel.dropout_streams import DropoutStreams, Restore, is_capturing
-from meshwright.progress import is_first_rank
 from meshwright.temporarily import temporarily
 
 logger = logging.getLogger(__name__)
 
-_RANK = "ToDistributedConfig(draws='rank')"  # what to write instead
-_CURE = f"Seed all ranks alike, torch.manual_seed(0), and draw on all ranks alike between the steps; or pass {_RANK}"
-_TIMED, _SHARE = 5, 0.02  # the first steps, and the part of their time of which a line tells
+_CURE = f"Seed all ranks alike, torch.manual_seed(0), and draw on all ranks alike between the steps; or pass {INSTEAD}"
 _MOST = 2**15  # draws whose parts are known again when backward computes a layer again
 _FIRST, _EVERY = 3, 50  # the first steps, in which the ranks compare their random states, and every so many
 
@@ -68,6 +67,7 @@ class RunningPass:
         states: the states of torch's generators before the first micro-batch, and those of the program's own generators
             before the pass has drawn from them.
         frame: the frame that runs it, which a draw of the pass has on its stack.
+        carried: the generators whose states travel through the stages of a pipeline; None without stages.
         part: which of this rank's rows run now; None for all.
         drew: whether it has drawn.
         is_seen: whether all that it has drawn was seen.
@@ -81,6 +81,7 @@ class RunningPass:
     frame: FrameType
     thread: int = field(default_factory=threading.get_ident)
     states: dict[Generator, Tensor] = field(default_factory=dict)
+    carried: Collection[int] | None = None
     part: range | None = None
     drew: bool = False
     is_seen: bool = True
@@ -378,7 +379,9 @@ class DeviceDraws:
         part = self._part(current, lines, x)
         if part is not None and not part.is_whole and "out" in kwargs:
             part = None  # a part of a permutation of all rows is none of a rank's rows
-        if part is None:
+        if current.carried is not None and identity_of(generator) not in current.carried:
+            self._tell_of_apart(lines)
+        elif part is None:
             self._tell_of_unplaced(lines, x)
 
         def draw() -> Any:
@@ -437,7 +440,18 @@ class DeviceDraws:
             "batch%s. So the ranks draw others than one device from the next pass on, and the losses are as good. To "
             "compare the two, draw numbers with a dim of the rows in the model's forward, or pass them to the model; "
             "%s says nothing",
-            words_for(lines), tuple(x.shape), why, _RANK,
+            words_for(lines), tuple(x.shape), why, INSTEAD,
+        )  # fmt: skip
+        self._is_known = False
+
+    def _tell_of_apart(self, lines: Lines) -> None:
+        """Tell of a draw from a generator whose state the stages of a pipeline do not hand on."""
+        self._tell_once(
+            "apart",
+            "%s draws random numbers from a torch.Generator that no module has as an attribute, so the stages of the "
+            "pipeline cannot hand on its state, and draw others than one device from the next pass on. Make it an "
+            "attribute of the model, model.generator = generator; or pass %s, which says nothing",
+            words_for(lines), INSTEAD,
         )  # fmt: skip
         self._is_known = False
 
@@ -450,7 +464,7 @@ class DeviceDraws:
                 "or an LSTM with dropout, where a rank cannot draw for all rows; or it sets torch's random state, as "
                 "torch.manual_seed and torch.random.fork_rng do. So the ranks draw others than one device from the "
                 "next pass on. For attention use attn_implementation='eager'; or pass %s, which says nothing",
-                type(current.module).__name__, _RANK,
+                type(current.module).__name__, INSTEAD,
             )  # fmt: skip
             self._is_known = False
         if not self._is_known:
@@ -472,47 +486,7 @@ class DeviceDraws:
         has_drawn = current.drew or not current.is_seen
         return has_drawn, self._stops or not (self._is_known and current.is_seen)
 
-    def tell_of_late_draws(self, current: RunningPass) -> bool:
-        """Tell if a pass has drawn, whose stages expected it not to; return whether it has."""
-        if has_drawn := self.marks_of(current)[0]:
-            self._tell_once(
-                "late",
-                "the forward of %s draws random numbers, and has drawn none in its first pass with such arguments. So "
-                "the stages of the pipeline draw others than one device in this pass, and those of one device from the "
-                "next pass on. Set rates of dropout before the first step; or pass %s, which says nothing",
-                type(current.module).__name__, _RANK,
-            )  # fmt: skip
-        return has_drawn
-
     def _tell_once(self, about: str, text: str, *values: object) -> None:
         if about not in self._logged:
             self._logged.add(about)
             logger.warning(text, *values)  # perhaps on this rank alone; equal texts are printed once
-
-
-class DrawingTime:
-    """Tells once if the parts of other ranks take a noticeable part of the first steps."""
-
-    def __init__(self) -> None:
-        self._steps, self._start, self._spent = 0, 0.0, 0.0
-
-    def begin(self) -> None:
-        """Begin a training pass."""
-        if self._steps > _TIMED:
-            return
-        now = time.perf_counter()
-        if self._steps == 1:  # the first step finds the forms of the draws
-            self._start, self._spent = now, 0.0
-        self._steps += 1
-        share = self._spent / max(now - self._start, 1e-9)
-        if self._steps > _TIMED and share > _SHARE and is_first_rank():
-            logger.info(
-                "each rank draws the random numbers of the whole batch, so that they are those of one device, which "
-                "takes %.0f %% of a step. %s draws those of the rank's rows alone",
-                100 * share, _RANK,
-            )  # fmt: skip
-
-    def add(self, seconds: float) -> None:
-        """Add time that the parts of other ranks have taken."""
-        if self._steps <= _TIMED:
-            self._spent += seconds

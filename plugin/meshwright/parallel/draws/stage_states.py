@@ -13,6 +13,7 @@ the first one alone carries them. The states after the last stage are those of o
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
@@ -22,7 +23,11 @@ from torch import Generator, Tensor
 
 from meshwright.parallel.async_numbers import is_deferred, read_later
 from meshwright.parallel.draws.device_draws import DeviceDraws, RunningPass, go_on_from, of_micro_batch
-from meshwright.parallel.draws.kernels import generators_of
+from meshwright.parallel.draws.drawing_time import INSTEAD
+from meshwright.parallel.draws.kernels import generators_of, identity_of
+from meshwright.parallel.dropout_streams import Rates
+
+logger = logging.getLogger(__name__)
 
 _MARKS = 2  # behind the states: whether a stage has drawn, and whether one has drawn what cannot be placed
 
@@ -32,28 +37,42 @@ class StageStates:
 
     Args:
         draws: what the model's passes draw.
+        rates: the model's rates of dropout.
     """
 
-    def __init__(self, draws: DeviceDraws):
-        self._draws = draws
+    def __init__(self, draws: DeviceDraws, rates: Rates):
+        self._draws, self._rates = draws, rates
         self._drew: dict[Hashable, bool] = {}  # by the kind of a pass, whether a stage has drawn in the last one
+        self._has_told = False
         self._late: deque[tuple[Hashable, Callable[[], Any]]] = deque()
 
     def begin(self, kind: Hashable, rows: Sequence[range | None]) -> PassStates:
         """Begin a pass.
 
         Args:
-            kind: what decides whether the pass draws, the same on all stages. The first pass of a kind shows whether
-                any stage draws, and later ones carry states if one has.
+            kind: what decides whether the pass draws, the same on all stages, beside the rates of dropout. The first
+                pass of a kind shows whether any stage draws, and later ones carry states if one has.
             rows: the rows of each micro-batch; None for all.
         """
-        return PassStates(self, self._draws, kind, rows, carries=self._drew.get(kind, True))
+        carries = self._drew.get(kind, True) or self._rates.is_any_on()
+        return PassStates(self, self._draws, kind, rows, carries=carries)
 
     def end(self, kind: Hashable, *, drew: bool, stops: bool) -> None:
         """Take what all stages know after a pass that has carried states."""
         self._drew[kind] = drew
         if stops:
             self._draws.stop()
+
+    def tell_of_late(self, name: str) -> None:
+        """Tell once that a model draws whose stages expected it not to."""
+        if not self._has_told:
+            self._has_told = True
+            logger.warning(
+                "the forward of %s draws random numbers, and no stage of the pipeline has drawn any in its first pass "
+                "with such arguments. So the stages draw others than one device in this pass, and those of one device "
+                "from the next pass on. Draw in each pass; or pass %s, which says nothing",
+                name, INSTEAD,
+            )  # fmt: skip
 
     def see_late(self, kind: Hashable, count: Tensor) -> None:
         """Take the number of stages that have drawn in a pass without states; the next one of its kind has states."""
@@ -81,6 +100,8 @@ class PassStates:
         self._pass = draws.running()
         self.carries = carries and self._pass is not None
         self._generators = _generators(self._pass) if self._pass is not None and carries else []
+        if self._pass is not None and carries:
+            self._pass.carried = set(map(identity_of, self._generators))
         self._start = self._now()
         self._before: dict[int, Tensor] = {}  # by stage, the states with which its layers begin
         self._after: dict[int, Tensor] = {}  # by stage, those with which they end
@@ -93,11 +114,14 @@ class PassStates:
     @property
     def are_late(self) -> bool:
         """Whether this rank has drawn in a pass that carries no states, of which a warning tells once."""
-        return self._pass is not None and not self.carries and self._draws.tell_of_late_draws(self._pass)
+        is_late = self._pass is not None and not self.carries and self._draws.marks_of(self._pass)[0]
+        if is_late and self._pass is not None:
+            self._stages.tell_of_late(type(self._pass.module).__name__)
+        return is_late
 
     @contextlib.contextmanager
     def of_micro_batch(self, number: int) -> Iterator[None]:
-        """Let draws inside the context be those of a micro-batch, in forward or in a backward that computes it again."""
+        """Let draws inside the context be those of a micro-batch, also in a backward that computes it again."""
         if self._pass is None:
             yield
             return
@@ -154,7 +178,7 @@ class PassStates:
 
 def _generators(running: RunningPass) -> list[Generator]:
     """Return the generators from which the stages draw: torch's own, and those that modules have as attributes."""
-    found = {id(generator): generator for generator in generators_of(running.device).values()}
+    found = {identity_of(generator): generator for generator in generators_of(running.device).values()}
     for module in running.module.modules():
-        found |= {id(value): value for value in vars(module).values() if isinstance(value, Generator)}
+        found |= {identity_of(value): value for value in vars(module).values() if isinstance(value, Generator)}
     return list(found.values())
