@@ -33,7 +33,7 @@ from meshwright.parallel.autograd_graph import in_backward
 from meshwright.parallel.batch.items import BatchFormat
 from meshwright.parallel.batch.schema import BatchSchema
 from meshwright.parallel.batch.share import share_of
-from meshwright.parallel.draws.drawing_time import INSTEAD, DrawingTime
+from meshwright.parallel.draws.drawing_time import DrawingTime
 from meshwright.parallel.draws.kernels import (
     Call,
     digest_of,
@@ -49,13 +49,14 @@ from meshwright.temporarily import temporarily
 
 logger = logging.getLogger(__name__)
 
-_CURE = f"Seed all ranks alike, torch.manual_seed(0), and draw on all ranks alike between the steps; or pass {INSTEAD}"
+_RANK = "ToDistributedConfig(draws='rank')"  # what to write instead
+_CURE = f"Seed all ranks alike, torch.manual_seed(0), and draw on all ranks alike between the steps; or pass {_RANK}"
 _MOST = 2**15  # draws whose parts are known again when backward computes a layer again
 _FIRST, _EVERY = 3, 50  # the first steps, in which the ranks compare their random states, and every so many
 
 
 @dataclass
-class RunningPass:
+class _Pass:
     """A forward pass that runs.
 
     Args:
@@ -64,6 +65,7 @@ class RunningPass:
         format: what they mean.
         device: the device on which it draws.
         dp: the axis over which the rows of the global batch are split.
+        is_alone: whether no other rank runs what this one runs, apart from other stages of a pipeline.
         states: the states of torch's generators before the first micro-batch, and those of the program's own generators
             before the pass has drawn from them.
         frame: the frame that runs it, which a draw of the pass has on its stack.
@@ -78,6 +80,7 @@ class RunningPass:
     format: BatchFormat
     device: torch.device
     dp: Axis
+    is_alone: bool
     frame: FrameType
     thread: int = field(default_factory=threading.get_ident)
     states: dict[Generator, Tensor] = field(default_factory=dict)
@@ -103,6 +106,11 @@ class RunningPass:
         return share.total if share is not None and share.held == rows else rows * self.dp.size
 
     @property
+    def is_whole(self) -> bool:
+        """Whether what runs now is all that one device runs, so that it draws alike also inside of kernels."""
+        return self.is_alone and len(self.rows) == self.total
+
+    @property
     def rows(self) -> range:
         """The rows of the global batch that run now."""
         held = self.schema.rows
@@ -119,7 +127,7 @@ class _Drawing:
     def __init__(self) -> None:
         # The passes that run, by their frames. A draw belongs to the innermost pass on its own stack, so those of other
         # threads, and those after a pass that was interrupted, belong to none.
-        self.passes: dict[FrameType, tuple[DeviceDraws, RunningPass]] = {}
+        self.passes: dict[FrameType, tuple[DeviceDraws, _Pass]] = {}
         # By generator, the digest of its state after the last draw of any thread, while passes run.
         self.last: dict[Generator, bytes] = {}
         self.is_looking = False  # whether a pass without values runs, of which threads may draw
@@ -134,12 +142,12 @@ class _Drawing:
         """Keep the part of a draw; None for a whole one, which may be of another pass from a state, as of a program
         that seeds again."""
         self.parts.pop((state, self.micro_batch), None)
-        while len(self.parts) >= _MOST:
-            del self.parts[next(iter(self.parts))]
         if part is not None:
+            while len(self.parts) >= _MOST:
+                del self.parts[next(iter(self.parts))]
             self.parts[state, self.micro_batch] = part, shape
 
-    def innermost(self, frame: FrameType | None) -> tuple[DeviceDraws, RunningPass] | None:
+    def innermost(self, frame: FrameType | None) -> tuple[DeviceDraws, _Pass] | None:
         """Return the pass that has called a frame."""
         while self.passes and frame is not None:
             if (found := self.passes.get(frame)) is not None:
@@ -147,7 +155,7 @@ class _Drawing:
             frame = frame.f_back
         return None
 
-    def begin(self, draws: DeviceDraws, current: RunningPass) -> None:
+    def begin(self, draws: DeviceDraws, current: _Pass) -> None:
         """Begin a pass, after which nothing of this thread runs that it is not inside of."""
         thread, running, frame = current.thread, set(), current.frame.f_back
         while self.passes and frame is not None:
@@ -173,7 +181,8 @@ class _Drawing:
         """Note the state of a generator before a draw, or where no draw has happened since the last one."""
         if self.last.get(generator, state) != state and not self.is_looking:
             for _, current in self.passes.values():
-                current.is_seen = False
+                current.drew = True
+                current.is_seen &= current.is_whole
         self.last[generator] = state
 
     def draw(self, kernel: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -249,7 +258,7 @@ class DeviceDraws:
         self._meetings: dict[str, int] = {}
         self._may_be_on, self._compares, self._has_drawn, self._differs = is_on, is_on, False, False
         self._stops = False  # whether a stage waits until all stages of its pipeline stop
-        self._cost = DrawingTime()
+        self._cost = DrawingTime(_RANK)
 
     @property
     def moment(self) -> str:
@@ -300,10 +309,10 @@ class DeviceDraws:
                 self._compare(guard, axis, drawn if self.is_on else "for itself")
 
     def _compare(self, guard: Guard, axis: Axis, text: str) -> None:
-        if not guard.agree("what the forward draws", text, group=axis.group):
+        if not (is_alike := guard.agree("what the forward draws", text, group=axis.group)):
             self._differs = True
             self._stop()
-        self._compares &= self.is_on
+        self._compares &= is_alike and self.is_on
 
     def enter_model(
         self, module: nn.Module, batch: dict[str, Any], device: torch.device, frame: FrameType, *, trains: bool
@@ -323,7 +332,8 @@ class DeviceDraws:
         if is_capturing(device) or not (self.is_on or self._differs or _process.passes):
             return self._streams.enter_model(device, trains=trains)
         hand_draws_to(_process.draw, (torch.device("cpu"), device))
-        current = RunningPass(module, batch, self._format, device, self._mesh.dp, frame)
+        is_alone = self._mesh.size == self._mesh.pp.size
+        current = _Pass(module, batch, self._format, device, self._mesh.dp, is_alone, frame)
         _process.begin(self, current)
         restore = None if self.is_on else self._streams.enter_model(device, trains=trains)
         if self.is_on:
@@ -340,7 +350,7 @@ class DeviceDraws:
                 _process.passes.pop(frame, None)
             if restore is not None:
                 restore()
-            elif not is_interrupted and (current.drew or not current.is_seen):
+            elif not is_interrupted and current.drew:
                 self._end(current)
 
         return end
@@ -355,13 +365,13 @@ class DeviceDraws:
         else:
             go_on_from(current.device, current.states)
 
-    def running(self) -> RunningPass | None:
+    def running(self) -> _Pass | None:
         """Return this model's pass that runs, if it draws what one device draws."""
         owner, current = _process.innermost(sys._getframe(1)) or (None, None)
         return current if owner is self and self.is_on else None
 
     def as_one_device(
-        self, current: RunningPass, kernel: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, current: _Pass, kernel: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Callable[[], Any]:
         """Return a function that makes a draw of a pass.
 
@@ -380,7 +390,14 @@ class DeviceDraws:
         if part is not None and not part.is_whole and "out" in kwargs:
             part = None  # a part of a permutation of all rows is none of a rank's rows
         if current.carried is not None and identity_of(generator) not in current.carried:
-            self._tell_of_apart(lines)
+            self._tell_once(
+                "apart",
+                "%s draws from a torch.Generator that no module has as an attribute, so the stages of the pipeline "
+                "cannot hand on its state, and draw others than one device from the next pass on. Make it an attribute "
+                "of the model, model.generator = generator; or pass %s, which says nothing",
+                words_for(lines), _RANK,
+            )  # fmt: skip
+            self._is_known = False
         elif part is None:
             self._tell_of_unplaced(lines, x)
 
@@ -408,8 +425,10 @@ class DeviceDraws:
                 type(module).__name__, _CURE,
             )  # fmt: skip
 
-    def _part(self, current: RunningPass, lines: Lines, x: Tensor) -> DrawnPart | None:
+    def _part(self, current: _Pass, lines: Lines, x: Tensor) -> DrawnPart | None:
         """Return the part of a draw that this rank keeps; None if it is not known."""
+        if current.is_whole:
+            return DrawnPart(tuple(x.shape), ())
         if not is_dense(x):
             return None
         sizes, tp = current.sizes, self._mesh.tp
@@ -440,22 +459,11 @@ class DeviceDraws:
             "batch%s. So the ranks draw others than one device from the next pass on, and the losses are as good. To "
             "compare the two, draw numbers with a dim of the rows in the model's forward, or pass them to the model; "
             "%s says nothing",
-            words_for(lines), tuple(x.shape), why, INSTEAD,
+            words_for(lines), tuple(x.shape), why, _RANK,
         )  # fmt: skip
         self._is_known = False
 
-    def _tell_of_apart(self, lines: Lines) -> None:
-        """Tell of a draw from a generator whose state the stages of a pipeline do not hand on."""
-        self._tell_once(
-            "apart",
-            "%s draws random numbers from a torch.Generator that no module has as an attribute, so the stages of the "
-            "pipeline cannot hand on its state, and draw others than one device from the next pass on. Make it an "
-            "attribute of the model, model.generator = generator; or pass %s, which says nothing",
-            words_for(lines), INSTEAD,
-        )  # fmt: skip
-        self._is_known = False
-
-    def _end(self, current: RunningPass) -> None:
+    def _end(self, current: _Pass) -> None:
         self._has_drawn, self._rows = True, current.total
         if not current.is_seen:
             self._tell_once(
@@ -464,7 +472,7 @@ class DeviceDraws:
                 "or an LSTM with dropout, where a rank cannot draw for all rows; or it sets torch's random state, as "
                 "torch.manual_seed and torch.random.fork_rng do. So the ranks draw others than one device from the "
                 "next pass on. For attention use attn_implementation='eager'; or pass %s, which says nothing",
-                type(current.module).__name__, INSTEAD,
+                type(current.module).__name__, _RANK,
             )  # fmt: skip
             self._is_known = False
         if not self._is_known:
@@ -480,11 +488,10 @@ class DeviceDraws:
         """Let the ranks draw from streams of their own from the next pass on."""
         self.is_on, self._streams.is_on = False, True
 
-    def marks_of(self, current: RunningPass) -> tuple[bool, bool]:
+    def marks_of(self, current: _Pass) -> tuple[bool, bool]:
         """Return whether a pass has drawn so far, and whether the stages must stop."""
         _process.see(current.device)
-        has_drawn = current.drew or not current.is_seen
-        return has_drawn, self._stops or not (self._is_known and current.is_seen)
+        return current.drew, self._stops or not (self._is_known and current.is_seen)
 
     def _tell_once(self, about: str, text: str, *values: object) -> None:
         if about not in self._logged:

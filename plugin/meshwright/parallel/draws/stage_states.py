@@ -15,15 +15,14 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Generator, Tensor
+from torch import Generator, Tensor, nn
 
 from meshwright.parallel.async_numbers import is_deferred, read_later
-from meshwright.parallel.draws.device_draws import DeviceDraws, RunningPass, go_on_from, of_micro_batch
-from meshwright.parallel.draws.drawing_time import INSTEAD
+from meshwright.parallel.draws.device_draws import DeviceDraws, go_on_from, of_micro_batch
 from meshwright.parallel.draws.kernels import generators_of, identity_of
 from meshwright.parallel.dropout_streams import Rates
 
@@ -68,10 +67,10 @@ class StageStates:
         if not self._has_told:
             self._has_told = True
             logger.warning(
-                "the forward of %s draws random numbers, and no stage of the pipeline has drawn any in its first pass "
+                "the forward of %s draws random numbers, and drew none on any stage of the pipeline in its first pass "
                 "with such arguments. So the stages draw others than one device in this pass, and those of one device "
-                "from the next pass on. Draw in each pass; or pass %s, which says nothing",
-                name, INSTEAD,
+                "from the next pass on. Draw in each pass; or write draws='rank', which says nothing",
+                name,
             )  # fmt: skip
 
     def see_late(self, kind: Hashable, count: Tensor) -> None:
@@ -99,9 +98,10 @@ class PassStates:
         self._stages, self._draws, self._kind, self._rows = stages, draws, kind, rows
         self._pass = draws.running()
         self.carries = carries and self._pass is not None
-        self._generators = _generators(self._pass) if self._pass is not None and carries else []
+        self._generators: Collection[Generator] = ()
         if self._pass is not None and carries:
-            self._pass.carried = set(map(identity_of, self._generators))
+            self._pass.carried = found = _generators(self._pass.module, self._pass.device)
+            self._generators = found.values()
         self._start = self._now()
         self._before: dict[int, Tensor] = {}  # by stage, the states with which its layers begin
         self._after: dict[int, Tensor] = {}  # by stage, those with which they end
@@ -144,7 +144,7 @@ class PassStates:
             assert self._pass is not None
             self._after[stage] = self._now()
             marks = self._before.get(stage, self._start)[-_MARKS:]
-            self._after[stage][-_MARKS:] = marks | torch.tensor(self._draws.marks_of(self._pass)).byte()
+            self._after[stage][-_MARKS:] = marks | torch.tensor(self._draws.marks_of(self._pass), device="cpu")
 
     def after(self, stage: int) -> Tensor:
         """Return what crosses to the next stage, also from one that has failed."""
@@ -166,7 +166,12 @@ class PassStates:
             self._stages.see_late(self._kind, count)
 
     def _now(self) -> Tensor:
-        return torch.cat([*(generator.get_state() for generator in self._generators), torch.zeros(_MARKS).byte()])
+        return torch.cat(
+            [
+                *(generator.get_state() for generator in self._generators),
+                torch.zeros(_MARKS, dtype=torch.uint8, device="cpu"),
+            ]
+        )
 
     def _go_on_from(self, states: Tensor) -> None:
         if self.carries:
@@ -176,9 +181,9 @@ class PassStates:
             go_on_from(self._pass.device, dict(zip(self._generators, parts, strict=True)))
 
 
-def _generators(running: RunningPass) -> list[Generator]:
-    """Return the generators from which the stages draw: torch's own, and those that modules have as attributes."""
-    found = {identity_of(generator): generator for generator in generators_of(running.device).values()}
-    for module in running.module.modules():
-        found |= {identity_of(value): value for value in vars(module).values() if isinstance(value, Generator)}
-    return list(found.values())
+def _generators(module: nn.Module, device: torch.device) -> dict[int, Generator]:
+    """Return the generators from which stages draw: torch's own, and those that modules have as attributes."""
+    found = {identity_of(generator): generator for generator in generators_of(device).values()}
+    for part in module.modules():
+        found |= {identity_of(value): value for value in vars(part).values() if isinstance(value, Generator)}
+    return found
