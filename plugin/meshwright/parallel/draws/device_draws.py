@@ -34,14 +34,7 @@ from meshwright.parallel.batch.items import BatchFormat
 from meshwright.parallel.batch.schema import BatchSchema
 from meshwright.parallel.batch.share import share_of
 from meshwright.parallel.draws.drawing_time import DrawingTime
-from meshwright.parallel.draws.kernels import (
-    Call,
-    digest_of,
-    generator_of,
-    generators_of,
-    hand_draws_to,
-    identity_of,
-)
+from meshwright.parallel.draws.kernels import Call, digest_of, generator_of, generators_of, hand_draws_to, identity_of
 from meshwright.parallel.draws.part import DrawnPart, draw_part, is_dense, part_of
 from meshwright.parallel.draws.sites import BatchSizes, DrawSites, Lines, lines_to, words_for
 from meshwright.parallel.dropout_streams import DropoutStreams, Restore, is_capturing
@@ -139,8 +132,7 @@ class _Drawing:
         self.micro_batch: int | None = None  # the one of a pipeline that runs
 
     def keep(self, state: bytes, part: DrawnPart | None, shape: torch.Size) -> None:
-        """Keep the part of a draw; None for a whole one, which may be of another pass from a state, as of a program
-        that seeds again."""
+        """Keep the part of a draw; None for a whole one, as of another pass of a program that seeds again."""
         self.parts.pop((state, self.micro_batch), None)
         if part is not None:
             while len(self.parts) >= _MOST:

@@ -157,7 +157,7 @@ class PassStates:
     def end(self, states: Tensor) -> None:
         """Go on after the pass from the states after the last stage."""
         self._go_on_from(states)
-        self._before, self._after = {}, {}
+        self._start, self._before, self._after = states.new_empty(0), {}, {}
         drew, stops = map(bool, states[-_MARKS:].tolist())
         self._stages.end(self._kind, drew=drew, stops=stops)
 
