@@ -15,6 +15,7 @@ import transformers
 from torch import Tensor, nn
 
 import meshwright as mw
+from meshwright.optim.runtime import runtime_of
 from meshwright.parallel.draws import sites
 from meshwright.parallel.draws.part import DrawnPart, draw_part
 from support.exact import Float64
@@ -50,7 +51,7 @@ def made(name: str) -> Any:
     if name == "noisy":
         return Noisy()
     if name == "gpt2":
-        sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16}
+        sizes = {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 16}
         return transformers.GPT2LMHeadModel(transformers.GPT2Config(**SIZES, **sizes))
     if name == "t5":
         sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 1}
@@ -86,7 +87,8 @@ def trained(name: str, plan: str | None, dp: int = 1) -> list[float]:
         torch.manual_seed(7)
         found = []
         for number in range(STEPS):
-            own = {key: x.chunk(dp)[dist.get_rank() if dp > 1 else 0] for key, x in batch(name, number).items()}
+            row = dist.get_rank() % dp if dp > 1 else 0  # pp is the outermost axis
+            own = {key: x.chunk(dp)[row] for key, x in batch(name, number).items()}
             loss = model(**own).loss
             loss.backward()
             clip = mw.clip_grad_norm_ if plan is not None else clipped
@@ -105,18 +107,24 @@ def clipped(model: nn.Module, most: float) -> Tensor:
 CASES = [
     ("noisy", "dp2 zero2 ga2", 2), ("bert", "dp2 zero3", 2), ("bert", "tp2", 1),
     ("gpt2", "dp2 mb1 recompute=full", 2), ("gpt2", "tp2 recompute=full", 1), ("t5", "tp2+sp ga2", 1),
+    ("gpt2", "pp2 mb1 recompute=full", 1), ("gpt2", "pp2 mb1 schedule=interleaved", 1), ("bert", "pp2", 1),
+    ("t5", "pp2 mb2 schedule=gpipe", 1),
 ]  # fmt: skip
+OF_FOUR = [("bert", "pp2 dp2 mb1", 2), ("gpt2", "pp2 tp2+sp mb2", 1)]
 
 
-def all_trained() -> list[list[float]]:
-    return [trained(*case) for case in CASES]
+def all_trained(cases: list[tuple[str, str, int]]) -> list[list[float]]:
+    return [trained(*case) for case in cases]
 
 
-def test_draws_are_those_of_one_device(pool2: Any) -> None:
+def test_draws_are_those_of_one_device(pool2: Any, pool4: Any) -> None:
     """Dropout of modules and functions, attention's, a hook's noise, other distributions, generators and shapes."""
     expected = {name: trained(name, None) for name in dict.fromkeys(name for name, *_ in CASES)}
-    for (name, plan, _), found in zip(CASES, pool2.run(all_trained)[0], strict=True):
-        assert found == pytest.approx(expected[name], rel=1e-12), (name, plan)  # another mask changes 1e-2 of a loss
+    for pool, cases in ((pool2, CASES), (pool4, OF_FOUR)):
+        for rank, of_cases in enumerate(pool.run(all_trained, cases)):
+            for (name, plan, _), found in zip(cases, of_cases, strict=True):
+                # Another mask changes 1e-2 of a loss.
+                assert found == pytest.approx(expected[name], rel=1e-12), (name, plan, rank)
 
 
 class Unplaced(nn.Module):
@@ -252,6 +260,75 @@ def test_the_program_draws_alike_after_an_interrupted_pass(pool2: Any) -> None:
     """The pass has left the ranks at streams of their own; the next one ends it first."""
     first, second = pool2.run(numbers_beside_an_interrupted_pass)
     assert [one == other for one, other in zip(first, second, strict=True)] == [True, False, True, True]
+
+
+class Noise:
+    """Hooks on two layers that draw, from a step on, and perhaps from a generator."""
+
+    def __init__(self, kind: str, model: Any) -> None:
+        self.kind, self.is_on = kind, kind != "later hook"
+        self.generator = None if kind in ("kernel", "later hook") else torch.Generator().manual_seed(3)
+        if kind == "generator":
+            model.generator = self.generator
+        for layer in (1, 2):  # the last layer of one stage and the first of the next one
+            model.transformer.h[layer].register_forward_hook(self.add)
+
+    def add(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        if self.kind == "kernel":
+            return output + (0.1 * torch.poisson(torch.ones_like(output)) if module.h == 2 else 0)
+        noise = torch.zeros_like(output)
+        return output + (noise.normal_(std=0.1, generator=self.generator) if self.is_on else noise)
+
+
+STAGED = ("generator", "later rate", "later hook", "kernel", "foreign")
+
+
+def staged(kind: str, plan: str | None = "pp2 mb2") -> tuple[list[float], list[str], bool]:
+    """The losses of four steps and the numbers drawn after them; what was said; whether ranks draw as one device."""
+    model: Any = made("gpt2").double().train()
+    for number, layer in enumerate(model.transformer.h):
+        layer.h = number
+    noise = None if kind == "later rate" else Noise(kind, model)
+    rates = [module for module in model.modules() if isinstance(module, nn.Dropout)]
+    for module in rates:
+        module.p = 0.0
+    is_on = True
+    if plan is not None:
+        model = mw.to_distributed(model, config=mw.ToDistributedConfig(plan=plan, draws="device"))[0]
+    torch.manual_seed(7)
+    found = []
+    with Float64(), logged(level=logging.WARNING) as said:
+        for number in range(4):
+            if number == 1 and kind == "later rate":
+                for module in rates:
+                    module.p = 0.1
+            if number == 1 and noise is not None:
+                noise.is_on = True
+            loss = model(**batch("gpt2", number)).loss
+            loss.backward()
+            found += [loss.item(), torch.rand(()).item()]
+    if plan is not None:
+        is_on = runtime_of(model).draws.is_on
+    return found, [text for text in said if "draws" in text], is_on
+
+
+def all_staged() -> list[tuple[list[float], list[str], bool]]:
+    return [staged(kind) for kind in STAGED]
+
+
+def test_stages_draw_alike_or_stop_together(pool2: Any) -> None:
+    """A generator that two stages share, and rates that the program sets later; or one warning, and none waits."""
+    words = {"later hook": "from the next pass on", "kernel": "inside of a kernel", "foreign": "no module has"}
+    for kind, first, second in zip(STAGED, *pool2.run(all_staged), strict=True):
+        if kind in words:
+            said = list(dict.fromkeys(first[1] + second[1]))
+            assert len(said) == 1 and words[kind] in said[0] and "draws='rank'" in said[0], (kind, said)
+        else:
+            assert first[0] == pytest.approx(staged(kind, None)[0], rel=1e-12), kind
+            assert not first[1] + second[1]
+        assert first[0][::2] == second[0][::2], kind
+        assert first[2] == second[2] == (kind not in ("kernel", "foreign")), kind
+        assert (first[0][-1] == second[0][-1]) or not first[2], kind  # all go on from one state
 
 
 def apart() -> tuple[list[str], list[float]]:

@@ -151,8 +151,8 @@ class Decision(Call):
     def draws_as_one_device(self) -> bool:
         """Whether each rank draws the random numbers of the whole batch, and keeps those of its rows."""
         plan = self.plan
-        is_known = plan.pp == plan.cp == plan.ep == plan.etp == 1 and self.config.engine is None
-        is_cut = plan.dp * plan.tp > 1 or plan.has_micro_batches
+        is_known = plan.cp == plan.ep == plan.etp == 1 and self.config.engine is None
+        is_cut = plan.dp * plan.tp * plan.pp > 1 or plan.has_micro_batches
         return self.config.draws == "device" and is_known and is_cut
 
     @property

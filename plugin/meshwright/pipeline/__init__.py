@@ -3,7 +3,8 @@
 Every rank of pp runs the model's own forward on the same tokens; the layers of other stages return their input. The
 executor and the planner's simulation run the same lists of operations (``plan/schedule.py``). Backward runs inside the
 call, because the forward of one micro-batch may follow the backward of another. The gradients reach the parameters in
-``loss.backward()``, so scaling, accumulation and reduction work as without a pipeline.
+``loss.backward()``, so scaling, accumulation and reduction work as without a pipeline. Random states cross beside the
+first micro-batch (``parallel/draws/stage_states.py``).
 
     cut.py               which layers and weights a stage holds, tied ones included
     stages.py            one stage: the stock forward, ended after its last layer; inputs that cross the stages

@@ -11,7 +11,7 @@ also computes the gradients of norms, biases and embeddings, since they are smal
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -24,6 +24,7 @@ from meshwright.parallel.autograd_graph import loss_of
 from meshwright.parallel.batch.loss_gradients import LossGradients
 from meshwright.parallel.batch.schema import Batch
 from meshwright.parallel.batch.share import cut
+from meshwright.parallel.draws.stage_states import PassStates
 from meshwright.parallel.gradients.summed import SummedGradients
 from meshwright.parallel.method_chain import StepOrder
 from meshwright.parallel.shards.stand_in import reading_shards
@@ -129,6 +130,7 @@ class Step:
         boundaries: what crosses from stage to stage.
         parameters: the trained parameters of each of this rank's stages.
         losses: what knows the factor of losses in backward; None if nothing needs it.
+        draws: the random states that cross with the first micro-batch.
         leaves_at_once: whether an error leaves at once, since ranks of dp wait for each other inside of a stage.
         finish: takes the batch and the decoder's output of a micro-batch, and returns the output whose loss counts.
         keep: called with each output of the last stage, in the order of the micro-batches.
@@ -147,6 +149,7 @@ class Step:
     boundaries: Boundaries
     parameters: dict[int, list[nn.Parameter]]
     losses: LossGradients | None
+    draws: PassStates
     leaves_at_once: bool
     finish: Callable[[Batch, Any], Any]
     keep: Callable[[Any], None]
@@ -188,9 +191,12 @@ class Step:
                     keys.setdefault(cut.rank_of(stage - 1), []).append((True, stage, micro_batch))
         return keys
 
-    def running(self, micro_batch: int) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def running(self, micro_batch: int) -> Iterator[None]:
         """Return a context for what runs of a micro-batch, which says whether it has rows."""
-        return cut(is_filler=True) if micro_batch in self.fillers else contextlib.nullcontext()
+        is_filler = micro_batch in self.fillers
+        with self.draws.of_micro_batch(micro_batch), cut(is_filler=True) if is_filler else contextlib.nullcontext():
+            yield
 
     def forward(self, stage: int, micro_batch: int, *, trains: bool) -> None:
         """Run a stage's forward on one micro-batch, and send the result on."""
@@ -201,10 +207,14 @@ class Step:
                 self.boundaries.seen[micro_batch][stage] = format_of(received)
             else:
                 self.is_over = True
+            if micro_batch == 0 and self.draws.carries:
+                self._take_states(stage)
         output = self._attempt(lambda: self._computed(stage, micro_batch, received, trains=trains))
         if stage != cut.last:
             sent = None if output is None else tuple(x.detach() for x in output)
             self._give(Operation(Kind.FORWARD, stage, micro_batch), sent)
+            if micro_batch == 0 and self.draws.carries and (receiver := cut.rank_of(stage + 1)) != cut.rank:
+                self.links.send_beside(self.draws.after(stage), receiver)
         if trains and output is not None:
             self._alive[stage, micro_batch] = received, output
 
@@ -216,12 +226,14 @@ class Step:
                 x.requires_grad_(trains and has_gradient(x.dtype))
         batch = self.batches[micro_batch]
         with self.running(micro_batch):
-            output = self.stages.run(stage, batch, received)
+            self.draws.begin()
+            output = self.stages.run(stage, batch, received, self.draws)
         self.look()
         if stage != self.stages.cut.last:
             self.boundaries.see(stage + 1, micro_batch, output)
             return output  # type: ignore[no-any-return]
         output = self.finish(batch, output)
+        self.draws.leave_layers(stage)
         self.keep(output)
         loss = loss_of(output)
         if loss is None:
@@ -284,6 +296,19 @@ class Step:
                 raise
             self.failure, self.is_over = error, True
             return None
+
+    def _take_states(self, stage: int) -> None:
+        """Take the random states with which the layers of a stage begin."""
+        cut = self.stages.cut
+        is_own = (sender := cut.rank_of(stage - 1)) == cut.rank
+        states = self.draws.after(stage - 1) if is_own else self.links.receive_beside(self.draws.size, sender)
+        self.draws.arrive(stage, states)
+
+    def share_states(self) -> None:
+        """Go on after the pass from the random states after the last stage, on all ranks."""
+        if self.draws.carries:
+            cut = self.stages.cut
+            self.draws.end(self.links.from_rank(self.draws.after(cut.last), cut.last_rank))
 
     def _take(self, is_forward: bool, stage: int, micro_batch: int, sender: int) -> Crossing:
         key = (is_forward, stage, micro_batch)

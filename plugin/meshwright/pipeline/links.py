@@ -19,8 +19,9 @@ from torch import Tensor
 
 from meshwright.faults.interpose import own_collectives
 from meshwright.mesh.axes import Axis, shared_group
-from meshwright.mesh.process_group import wait_for_message
+from meshwright.mesh.process_group import wait_for_message, wire_device
 
+_BESIDE = 1  # the tag of messages of the hosts, which gloo keeps apart from the others
 AHEAD = 3  # number of receives that are posted before their tensors are needed
 
 
@@ -118,6 +119,29 @@ class Links:
         header = [_header(format_of(crossing), announced, self.device)] if announced else []
         messages = [(dist.isend(y, group=group, group_dst=place), y) for y in (*header, *xs)]
         self._sent.setdefault(receiver, deque()).append(messages)
+
+    @own_collectives()
+    def send_beside(self, x: Tensor, receiver: int) -> None:
+        """Start to send what the host knows beside the last crossing to a rank."""
+        group = self._groups[self.pp.rank, receiver]
+        place, x = dist.get_group_rank(group, self._global(receiver)), x.to(wire_device(group=group))
+        self._sent[receiver][-1].append((dist.isend(x, group=group, group_dst=place, tag=_BESIDE), x))
+
+    @own_collectives()
+    def receive_beside(self, size: int, sender: int) -> Tensor:
+        """Wait for the bytes that the host of a rank sends beside a crossing that has arrived."""
+        group = self._groups[sender, self.pp.rank]
+        x = torch.empty(size, dtype=torch.uint8, device=wire_device(group=group))
+        work = dist.irecv(x, group=group, group_src=dist.get_group_rank(group, self._global(sender)), tag=_BESIDE)
+        wait_for_message(work, group, x.device)
+        return x.cpu()
+
+    @own_collectives()
+    def from_rank(self, x: Tensor, source: int) -> Tensor:
+        """Return on all ranks of the pipeline what the host of one of them knows."""
+        x = x.to(wire_device(group=self.pp.group))
+        dist.broadcast(x, group=self.pp.group, group_src=source)
+        return x.cpu()
 
     def settle(self, receiver: int, count: int) -> None:
         """Wait until the first ``count`` crossings that were sent to a rank in this step have arrived; let them go."""

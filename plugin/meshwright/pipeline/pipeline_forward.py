@@ -27,6 +27,8 @@ from meshwright.parallel.batch.mixed_rows import FixedInputs
 from meshwright.parallel.batch.schema import Batch, BatchSchema, leaves
 from meshwright.parallel.batch.share import cut
 from meshwright.parallel.collectives import all_reduce
+from meshwright.parallel.draws.stage_states import StageStates
+from meshwright.parallel.dropout_streams import Rates
 from meshwright.parallel.experts.load_balancing import LoadBalancing
 from meshwright.parallel.experts.routers import RouterRecord
 from meshwright.parallel.forward.split_forward import check_inputs, count_micro_batches
@@ -135,6 +137,7 @@ class PipelineForward(BatchStep):
         self.stages = Stages(facts, cut, self, region, self.balancing, towers, beside=BesideInputs(cut, region))
         splits = cut.schedule in SPLIT_BACKWARD
         self.later = WeightGradients(_own_modules(facts, cut) if splits else ())
+        self.draws = StageStates(runtime.draws, Rates(facts, facts.model))
         self._waits_in_stages = runtime.weights is not None or runtime.plan.spreads_experts_over_dp
         self._boundary_dtypes: dict[_Precision, dict[int, torch.dtype]] = {}
         self._formats: dict[Hashable, dict[int, Format]] = {}
@@ -220,7 +223,7 @@ class PipelineForward(BatchStep):
         schema = BatchSchema(batch, self.format)
         self.fixed.see(schema)
         row_counts = schema.row_counts(count)
-        step = self._step(schema.split(count), loss, operations, of_stages)
+        step = self._step(batch, schema.split(count), loss, operations, of_stages, row_counts)
         step.scale = scale = runtime.features.get(LossScale).of(targets.device)
         step.fillers = frozenset(i for i, held in enumerate(row_counts) if held == 0)
         self.writes.start()
@@ -230,6 +233,7 @@ class PipelineForward(BatchStep):
             self.writes.finish()
         except PlanError as error:  # a failure of a stage may follow from what forward has written
             step.failure = error
+        step.share_states()
         total, balance, shown = self._share_losses(step, [sums.of(p) is not None for p in trained])
         sums.elsewhere = [
             (p, functools.partial(_item, shown, place)) for place, p in enumerate(trained) if not layout_of(p).is_held
@@ -255,9 +259,10 @@ class PipelineForward(BatchStep):
         gathers_logits = runtime.logits.in_training or runtime.logits.in_evaluation
         routers = self._routers_of(batch)
         self.outputs.start(gathers_logits=gathers_logits, routers=routers)
-        step = self._step([batch], loss if has_targets else None, (), {})
+        step = self._step(batch, [batch], loss if has_targets else None, (), {}, [])
         with torch.no_grad():
             run_evaluation(step)
+            step.share_states()
             total, balance, _ = self._share_losses(step, has_any=has_targets or routers is not None)
             self._remember(step)
             if has_targets:
@@ -266,10 +271,12 @@ class PipelineForward(BatchStep):
 
     def _step(
         self,
+        batch: Batch,
         batches: Sequence[Batch],
         loss: BatchLoss | None,
         operations: tuple[Operation, ...],
         parameters: dict[int, list[nn.Parameter]],
+        rows: Sequence[int],
     ) -> Step:
         stages, numbers = range(len(self.pipeline.cut.spans)), self._routers_of(batches[0]) is not None
         boundaries = Boundaries(
@@ -278,8 +285,11 @@ class PipelineForward(BatchStep):
             counts=[1 + self.stages.beside.count(stage) + numbers for stage in stages],
             seen=tuple({} for _ in batches),
         )
+        spans = [range(high - own, high) for own, high in zip(rows, itertools.accumulate(rows), strict=True)]
+        given = frozenset(name for name, value in batch.items() if value is not None)
         return Step(
             stages=self.stages,
+            draws=self.draws.begin((self.model.training, bool(operations), given), spans or [None]),
             links=self.pipeline.links,
             operations=operations,
             batches=batches,
@@ -373,15 +383,16 @@ class PipelineForward(BatchStep):
                 "num_items_in_batch, unlike in earlier steps. Build the model and call to_distributed again with the "
                 "new loss function"
             )
-        own = torch.zeros(5 + balances + len(has_gradients), dtype=torch.float64, device=device)
-        place = 5 + balances
+        own = torch.zeros(6 + balances + len(has_gradients), dtype=torch.float64, device=device)
+        place = 6 + balances
         for has_one, alike in itertools.groupby(has_gradients):
             count = len(list(alike))
             own[place : place + count].fill_(has_one)
             place += count
         own[4].fill_(step.failure is not None)
+        own[5].fill_(step.draws.are_late)
         if pp.rank == last:
-            found = [(5, self.outputs.balance)] * balances + [(0, step.total)]
+            found = [(6, self.outputs.balance)] * balances + [(0, step.total)]
             for place, number in found:
                 if number is not None:
                     own[place] = number
@@ -393,7 +404,8 @@ class PipelineForward(BatchStep):
             own = own.to(wire_device(device))
         dist.all_reduce(own, group=pp.group)
         self._raise_together(step, own[4])
-        shown = functools.lru_cache(maxsize=1)(read_later(own[5 + balances :]))
+        step.draws.see_late(own[5])
+        shown = functools.lru_cache(maxsize=1)(read_later(own[6 + balances :]))
         mean.has_miscounted = own[3] != 0
         mean.check_counts()
         mean.used_items = False
@@ -406,7 +418,7 @@ class PipelineForward(BatchStep):
             self._loss_dtypes[key] = DTYPES[int(own[1])]
         with waiting_for_the_gpu():
             own = own.to(device, self._loss_dtypes.get(key))
-        return own[0], own[5] if balances else None, shown
+        return own[0], own[6] if balances else None, shown
 
     def _raise_together(self, step: Step, failures: Tensor) -> None:
         """Raise on every rank if the number of ranks with a failure is not 0; on a device, which the host does not

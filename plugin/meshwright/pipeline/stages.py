@@ -16,8 +16,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ from meshwright.faults.memory_digest import has_values
 from meshwright.parallel.autograd_graph import tensors_in
 from meshwright.parallel.batch.items import kind_of
 from meshwright.parallel.batch.schema import Batch, BatchSchema
+from meshwright.parallel.draws.stage_states import PassStates
 from meshwright.parallel.experts.load_balancing import LoadBalancing
 from meshwright.parallel.fake_passes.sources import OUTSIDE
 from meshwright.parallel.foreign_hooks import without_foreign_hooks
@@ -80,6 +82,8 @@ class Stages:
         self._length = 0
         self._active: int | None = None
         self._hidden: Tensor | None = None  # what the stage received, and then its result
+        self._draws: PassStates | None = None  # of the forward that runs
+        self._leaving: dict[int, tuple[OrderedDict[int, Any], int]] = {}  # hooks after the last layer of a stage
         self._required = {x.name for x in step.signature.parameters.values() if x.default is x.empty}
         self._signatures = [inspect.signature(layer.forward) for layer in cut.layers]
         self._checked: set[tuple[int, str]] = set()  # layers and the names of what they were given
@@ -89,6 +93,10 @@ class Stages:
         ]
         for index, layer in enumerate(cut.layers):
             add_step(layer, _LayerForward(index, self))
+        for stage in set(cut.own) - {cut.last}:
+            last = cut.layers[cut.spans[stage].stop - 1]
+            handle = last.register_forward_hook(functools.partial(self._leave_layers, stage))
+            self._leaving[stage] = cast(OrderedDict[int, Any], last._forward_hooks), handle.id
         self._is_after = False  # whether the running pass has left the last layer
         for module, name in facts.names.items():
             own = [f"{name}.{key}".lstrip(".") for key, weight in module._parameters.items() if weight is not None]
@@ -115,7 +123,7 @@ class Stages:
             for m in modules
         )
 
-    def run(self, stage: int, batch: Batch, received: Crossing | None) -> Any:
+    def run(self, stage: int, batch: Batch, received: Crossing | None, draws: PassStates) -> Any:
         """Run a stage on one micro-batch.
 
         Args:
@@ -123,6 +131,7 @@ class Stages:
             batch: the arguments of the decoder's forward.
             received: what crossed from the stage before; None for the first stage. Under sequence and context
                 parallelism the hidden states are those of this rank's tokens.
+            draws: the random states of the pass.
 
         Returns:
             What crosses to the next stage, or the output of the decoder if this is the last stage.
@@ -132,6 +141,9 @@ class Stages:
         after = contextlib.nullcontext() if self.balancing is None else self.balancing.after(numbers)
         with self.active(stage, received), after, running_stage():
             self._hidden = None if received is None else received[0]
+            self._draws = draws
+            if (kept := self._leaving.get(stage)) is not None:
+                kept[0].move_to_end(kept[1])  # behind hooks of the program that draw
             # Where nothing but hidden states crosses, features of images are in the embeddings of the first stage.
             beside = [name for name in schema.of_towers if self.cut.has_towers or kind_of(name) is not None]
             unread = set(beside) - self._required if stage and self.cut.order.is_plain else set()
@@ -142,7 +154,12 @@ class Stages:
                     self.region.end_stage()
                 return end.crossing
             finally:
-                self._hidden = None
+                self._hidden = self._draws = None
+
+    def _leave_layers(self, stage: int, *_: object) -> None:
+        """Keep the random states after a stage's last layer. The next stage too draws what follows in the model."""
+        if self._draws is not None and self._active == stage:
+            self._draws.leave_layers(stage)
 
     @contextlib.contextmanager
     def active(self, stage: int, received: Crossing | None) -> Iterator[None]:
@@ -199,6 +216,8 @@ class Stages:
         if index == span.start - 1:
             assert self._hidden is not None
             x = self._hidden
+            if self._draws is not None:
+                self._draws.enter_layers(self._active)
         return self.cut.order.returned[index].passed(x, arguments(self._signatures[index], args, kwargs))
 
     def _enter_absent(self, name: str, module: nn.Module, args: tuple[object, ...]) -> None:

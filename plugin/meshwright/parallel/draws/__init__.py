@@ -10,6 +10,14 @@ all of each row. What cannot be placed (a shape that depends on values or has se
 that draws inside, ranks with different states or numbers of rows, which are compared in the first 3 steps and every 50)
 is logged once, and from the next pass on the ranks draw streams of their own (``parallel/dropout_streams.py``).
 
-    device_draws.py  draws and keeps the part    part.py     which part a rank keeps
-    sites.py         the shape of each draw      kernels.py  the operations of torch that draw
+The stages of a pipeline hand on the generators' states. The first micro-batch carries them from stage to stage, and the
+last stage tells all ranks how the pass has ended: 5 kB for each, between hosts. The other way, in which a stage draws
+what earlier stages draw and throws it away, needs no message, but it would make each rank draw for all layers, needs
+the shapes of all draws, and fails where what is drawn depends on values. The first pass of each kind (training or not,
+which arguments) shows whether any stage draws; if none does, and no rate of dropout is set, later passes carry nothing.
+With the states travel two marks, by which all stages stop in the same pass if one of them cannot place a draw.
+
+    device_draws.py  draws and keeps the part    part.py          which part a rank keeps
+    sites.py         the shape of each draw      kernels.py       the operations of torch that draw
+    stage_states.py  from stage to stage         drawing_time.py  tells what it costs
 """

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -37,25 +37,18 @@ from meshwright.parallel.autograd_graph import in_backward
 from meshwright.parallel.batch.items import BatchFormat
 from meshwright.parallel.batch.schema import BatchSchema
 from meshwright.parallel.batch.share import share_of
-from meshwright.parallel.draws.kernels import (
-    Call,
-    digest_of,
-    generator_of,
-    generators_of,
-    hand_draws_to,
-)
+from meshwright.parallel.draws.drawing_time import DrawingTime
+from meshwright.parallel.draws.kernels import Call, digest_of, generator_of, generators_of, hand_draws_to, identity_of
 from meshwright.parallel.draws.part import DrawnPart, draw_part, is_dense, part_of
 from meshwright.parallel.draws.sampling import Generation, RowDraws, samples_tokens
 from meshwright.parallel.draws.sites import BatchSizes, DrawSites, Lines, lines_to, words_for
 from meshwright.parallel.dropout_streams import DropoutStreams, Restore, is_capturing
-from meshwright.progress import is_first_rank
 from meshwright.temporarily import temporarily
 
 logger = logging.getLogger(__name__)
 
 _RANK = "ToDistributedConfig(draws='rank')"  # what to write instead
 _CURE = f"Seed all ranks alike, torch.manual_seed(0), and draw on all ranks alike between the steps; or pass {_RANK}"
-_TIMED, _SHARE = 5, 0.02  # the first steps, and the part of their time of which a line tells
 _MOST = 2**15  # draws whose parts are known again when backward computes a layer again
 _FIRST, _EVERY = 3, 50  # the first steps, in which the ranks compare their random states, and every so many
 
@@ -70,10 +63,12 @@ class _Pass:
         format: what they mean.
         device: the device on which it draws.
         dp: the axis over which the rows of the global batch are split.
-        states: the states of torch's generators before the first micro-batch.
-        given: the program's own generators that the pass has drawn from, with their states before.
+        is_alone: whether no other rank runs what this one runs, apart from other stages of a pipeline.
+        states: the states of torch's generators before the first micro-batch, and those of the program's own generators
+            before the pass has drawn from them.
         frame: the frame that runs it, which a draw of the pass has on its stack.
         generation: the call of ``generate`` that it is, or that has called it; None outside of one.
+        carried: the generators whose states travel through the stages of a pipeline; None without stages.
         part: which of this rank's rows run now; None for all.
         drew: how often it has drawn.
         is_seen: whether all that it has drawn was seen.
@@ -84,11 +79,12 @@ class _Pass:
     format: BatchFormat
     device: torch.device
     dp: Axis
+    is_alone: bool
     frame: FrameType
     generation: Generation | None = None
     thread: int = field(default_factory=threading.get_ident)
-    states: dict[str, Tensor] = field(default_factory=dict)
-    given: dict[Generator, Tensor] = field(default_factory=dict)
+    states: dict[Generator, Tensor] = field(default_factory=dict)
+    carried: Collection[int] | None = None
     part: range | None = None
     drew: int = 0
     is_seen: bool = True
@@ -123,6 +119,11 @@ class _Pass:
         return 1 if self.generation is None else max(1, self.schema.rows // self.generation.held)
 
     @property
+    def is_whole(self) -> bool:
+        """Whether what runs now is all that one device runs, so that it draws alike also inside of kernels."""
+        return self.is_alone and len(self.rows) == self.total
+
+    @property
     def rows(self) -> range:
         """The rows of the global batch that run now."""
         held = self.schema.rows
@@ -147,16 +148,19 @@ class _Drawing:
         self.is_looking = False  # whether a pass without values runs, of which threads may draw
         self.lock = threading.RLock()  # so that a digest is that of the state after a draw
         # By the generator's state before a draw: the part of the draw, and the shape of what a rank keeps. Backward
-        # computes a layer again from the same state. The micro-batches of a pass begin from one state, but all except
-        # the last run their backward at once.
-        self.parts: dict[bytes, tuple[DrawnPart, torch.Size]] = {}
+        # computes a layer again from the same state. The micro-batches of a pass begin from one state. All except the
+        # last run their backward at once, or in a pipeline later, so there each has parts of its own.
+        self.parts: dict[tuple[bytes, int | None], tuple[DrawnPart, torch.Size]] = {}
+        self.micro_batch: int | None = None  # the one of a pipeline that runs
         self.of_rows: MutableMapping[Generator, RowDraws] = weakref.WeakKeyDictionary()  # the program's own
 
-    def keep(self, state: bytes, part: DrawnPart, shape: torch.Size) -> None:
-        self.parts.pop(state, None)
-        while len(self.parts) >= _MOST:
-            del self.parts[next(iter(self.parts))]
-        self.parts[state] = part, shape
+    def keep(self, state: bytes, part: DrawnPart | None, shape: torch.Size) -> None:
+        """Keep the part of a draw; None for a whole one, as of another pass of a program that seeds again."""
+        self.parts.pop((state, self.micro_batch), None)
+        if part is not None:
+            while len(self.parts) >= _MOST:
+                del self.parts[next(iter(self.parts))]
+            self.parts[state, self.micro_batch] = part, shape
 
     def innermost(self, frame: FrameType | None) -> tuple[DeviceDraws, _Pass] | None:
         """Return the pass that has called a frame."""
@@ -192,7 +196,8 @@ class _Drawing:
         """Note the state of a generator before a draw, or where no draw has happened since the last one."""
         if self.last.get(generator, state) != state and not self.is_looking:
             for _, current in self.passes.values():
-                current.is_seen = False
+                current.drew = max(1, current.drew)
+                current.is_seen &= current.is_whole
         self.last[generator] = state
 
     def draw(self, kernel: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -201,7 +206,8 @@ class _Drawing:
         if given is not None and (rows := self.of_rows.get(given)) is not None:
             return rows.draw(kernel, args, kwargs)
         if in_backward():
-            part, shape = (self.parts and self.parts.get(digest_of(generator_of(args, kwargs)))) or (None, None)
+            state = digest_of(generator_of(args, kwargs)) if self.parts else b""
+            part, shape = self.parts.get((state, self.micro_batch), (None, None))
             is_known = part is not None and kwargs.get("out", args[0]).shape == shape
             return draw_part(part, kernel, args, kwargs) if part and is_known else kernel(*args, **kwargs)
         if not self.passes:
@@ -231,6 +237,19 @@ def draw_rows_from(generator: Generator, rows: RowDraws) -> None:
     """Let a generator of the program draw for all rows of a batch, of which this rank keeps its own."""
     hand_draws_to(_process.draw, (torch.device("cpu"), generator.device))
     _process.of_rows[generator] = rows
+
+
+def go_on_from(device: torch.device, states: Mapping[Generator, Tensor]) -> None:
+    """Set the states of generators, from which the running passes go on to draw on a device."""
+    _process.see(device)
+    for generator, state in states.items():
+        generator.set_state(state)
+    _process.follow(device)
+
+
+def of_micro_batch(number: int) -> contextlib.AbstractContextManager[None]:
+    """Let draws inside the context be those of one of several micro-batches whose backwards wait for each other."""
+    return temporarily(_process, micro_batch=number)
 
 
 class DeviceDraws:
@@ -263,7 +282,8 @@ class DeviceDraws:
         self._meetings: dict[str, int] = {}
         self._may_be_on, self._compares, self._has_drawn, self._differs = is_on, is_on, False, False
         self._prompts = ""  # a digest of what generate has sampled for, other than the loader's batches
-        self._cost = DrawingTime()
+        self._stops = False  # whether a stage waits until all stages of its pipeline stop
+        self._cost = DrawingTime(_RANK)
 
     @property
     def moment(self) -> str:
@@ -293,6 +313,10 @@ class DeviceDraws:
         self._state = b"".join(map(digest_of, generators_of(device).values())).hex()
         if tp.size > 1 and is_first and guard.is_current:
             self._compare(guard, tp, self._state)
+            if (pp := self._mesh.pp).size > 1 and not guard.agree("draws", f"{not self._stops}", group=pp.group):
+                self._stops = True
+            if self._stops:
+                self.stop()  # all stages alike, before they draw
         self._moment = f"{self._state} after {self._rows} rows" if tp.size > 1 and self._has_drawn else ""
 
     def meet_over(self, guard: Guard, axis: Axis) -> None:
@@ -320,10 +344,10 @@ class DeviceDraws:
                 self._prompts = ""
 
     def _compare(self, guard: Guard, axis: Axis, text: str) -> None:
-        if not guard.agree("what the forward draws", text, group=axis.group):
+        if not (is_alike := guard.agree("what the forward draws", text, group=axis.group)):
             self._differs = True
             self._stop()
-        self._compares &= self.is_on
+        self._compares &= is_alike and self.is_on
 
     def enter_model(
         self, module: nn.Module, batch: dict[str, Any], device: torch.device, frame: FrameType, *, trains: bool
@@ -345,7 +369,8 @@ class DeviceDraws:
         hand_draws_to(_process.draw, (torch.device("cpu"), device))
         _, outer = _process.innermost(frame) or (None, None)
         generation = None if outer is None else outer.generation
-        current = _Pass(module, batch, self._format, device, self._mesh.dp, frame, generation)
+        is_alone = self._mesh.size == self._mesh.pp.size
+        current = _Pass(module, batch, self._format, device, self._mesh.dp, is_alone, frame, generation)
         _process.begin(self, current)
         restore = None if self.is_on else self._streams.enter_model(device, trains=trains)
         if self.is_on:
@@ -362,7 +387,7 @@ class DeviceDraws:
                 _process.passes.pop(frame, None)
             if restore is not None:
                 restore()
-            elif not is_interrupted and (current.drew or not current.is_seen):
+            elif not is_interrupted and current.drew:
                 self._end(current)
 
         return end
@@ -397,7 +422,7 @@ class DeviceDraws:
             self._prompts = call.digest(state)
             self._meetings.clear()  # so that the ranks compare them where they meet next
         hand_draws_to(_process.draw, (torch.device("cpu"), device))
-        current = _Pass(model, batch, self._format, device, self._mesh.dp, frame, generation=call)
+        current = _Pass(model, batch, self._format, device, self._mesh.dp, call.total == call.held, frame, call)
         _process.begin(self, current)
         failure: Exception | None = None
         try:
@@ -443,20 +468,18 @@ class DeviceDraws:
 
     def begin_slice(self, rows: range) -> None:
         """Begin a micro-batch of the running pass, which draws what the whole pass draws, and has some of its rows."""
-        owner, current = _process.innermost(sys._getframe(1)) or (None, None)
-        if current is None or owner is not self or not self.is_on:
+        if (current := self.running()) is None:
             return
         is_first, current.part = current.part is None, rows  # several may begin at row 0, with no rows
-        generators = generators_of(current.device)
         if is_first:
-            current.states = {kind: generator.get_state() for kind, generator in generators.items()}
-            return
-        for given, state in current.given.items():
-            given.set_state(state)
-        _process.see(current.device)
-        for kind, generator in generators.items():
-            generator.set_state(current.states[kind])
-        _process.follow(current.device)
+            current.states = {generator: generator.get_state() for generator in generators_of(current.device).values()}
+        else:
+            go_on_from(current.device, current.states)
+
+    def running(self) -> _Pass | None:
+        """Return this model's pass that runs, if it draws what one device draws."""
+        owner, current = _process.innermost(sys._getframe(1)) or (None, None)
+        return current if owner is self and self.is_on else None
 
     def as_one_device(
         self, current: _Pass, kernel: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -473,19 +496,28 @@ class DeviceDraws:
             return self._as_sampled(current, kernel, args, kwargs)
         current.drew += 1
         generator, x = generator_of(args, kwargs), kwargs.get("out", args[0])
-        if kwargs.get("generator") is not None and generator not in current.given:
-            current.given[generator] = generator.get_state()
+        if kwargs.get("generator") is not None and generator not in current.states:
+            current.states[generator] = generator.get_state()
         lines = lines_to(sys._getframe(1), current.frame)
         part = self._part(current, lines, x)
         if part is not None and not part.is_whole and "out" in kwargs:
             part = None  # a part of a permutation of all rows is none of a rank's rows
-        if part is None:
+        if current.carried is not None and identity_of(generator) not in current.carried:
+            self._tell_once(
+                "apart",
+                "%s draws from a torch.Generator that no module has as an attribute, so the stages of the pipeline "
+                "cannot hand on its state, and draw others than one device from the next pass on. Make it an attribute "
+                "of the model, model.generator = generator; or pass %s, which says nothing",
+                words_for(lines), _RANK,
+            )  # fmt: skip
+            self._is_known = False
+        elif part is None:
             self._tell_of_unplaced(lines, x)
 
         def draw() -> Any:
             state = digest_of(generator)
             if part is None or part.is_whole:
-                _process.parts.pop(state, None)  # of another pass from the same state, as of a program that seeds again
+                _process.keep(state, None, x.shape)
                 return kernel(*args, **kwargs)  # which backward repeats if it computes the layer again
             start = time.perf_counter()
             _process.keep(state, part, x.shape)
@@ -523,6 +555,8 @@ class DeviceDraws:
 
     def _part(self, current: _Pass, lines: Lines, x: Tensor) -> DrawnPart | None:
         """Return the part of a draw that this rank keeps; None if it is not known."""
+        if current.is_whole:
+            return DrawnPart(tuple(x.shape), ())
         if not is_dense(x):
             return None
         sizes, tp = current.sizes, self._mesh.tp
@@ -573,38 +607,21 @@ class DeviceDraws:
             self._stop()
 
     def _stop(self) -> None:
+        """Stop, or wait until the stages of the pipeline do so together."""
+        self._stops = True
+        if self._mesh.pp.size == 1:
+            self.stop()
+
+    def stop(self) -> None:
         """Let the ranks draw from streams of their own from the next pass on."""
         self.is_on, self._streams.is_on = False, True
+
+    def marks_of(self, current: _Pass) -> tuple[bool, bool]:
+        """Return whether a pass has drawn so far, and whether the stages must stop."""
+        _process.see(current.device)
+        return bool(current.drew), self._stops or not (self._is_known and current.is_seen)
 
     def _tell_once(self, about: str, text: str, *values: object) -> None:
         if about not in self._logged:
             self._logged.add(about)
             logger.warning(text, *values)  # perhaps on this rank alone; equal texts are printed once
-
-
-class DrawingTime:
-    """Tells once if the parts of other ranks take a noticeable part of the first steps."""
-
-    def __init__(self) -> None:
-        self._steps, self._start, self._spent = 0, 0.0, 0.0
-
-    def begin(self) -> None:
-        """Begin a training pass."""
-        if self._steps > _TIMED:
-            return
-        now = time.perf_counter()
-        if self._steps == 1:  # the first step finds the forms of the draws
-            self._start, self._spent = now, 0.0
-        self._steps += 1
-        share = self._spent / max(now - self._start, 1e-9)
-        if self._steps > _TIMED and share > _SHARE and is_first_rank():
-            logger.info(
-                "each rank draws the random numbers of the whole batch, so that they are those of one device, which "
-                "takes %.0f %% of a step. %s draws those of the rank's rows alone",
-                100 * share, _RANK,
-            )  # fmt: skip
-
-    def add(self, seconds: float) -> None:
-        """Add time that the parts of other ranks have taken."""
-        if self._steps <= _TIMED:
-            self._spent += seconds

@@ -109,6 +109,12 @@ def generator_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Generator:
     return generators_of(device)[device.type] if given is None else given
 
 
+def identity_of(generator: Generator) -> int:
+    """Return what a generator is known by: torch may hand a kernel another object for it."""
+    number: int = generator._cdata  # type: ignore[attr-defined]
+    return number
+
+
 def digest_of(generator: Generator) -> bytes:
     """Return a digest of a generator's state."""
     return hashlib.blake2b(generator.get_state().numpy().data, digest_size=8).digest()
