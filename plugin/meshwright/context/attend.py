@@ -28,6 +28,8 @@ from meshwright.context.key_exchange import WholeKeys
 from meshwright.context.masks import ContextMask, Documents, query_blocks
 from meshwright.errors import PlanError
 from meshwright.parallel.batch.flash_rows import is_flash
+from meshwright.parallel.draws.device_draws import score_blocks
+from meshwright.parallel.draws.score_blocks import ScoreBlock, ScoreBlocks
 from meshwright.parallel.sequence_parts import TokenRun
 from meshwright.temporarily import temporarily
 
@@ -51,6 +53,8 @@ class AttentionCall:
         options: the keyword arguments of the call.
         biases: the names of those that have a value for each pair of tokens, ``[..., S, S]``, on every rank.
         config: the module's config, without our attention.
+        heads: which of the ranks that share the heads of a rank of tp has those of the call, and the number of these
+            ranks.
     """
 
     module: nn.Module
@@ -60,6 +64,7 @@ class AttentionCall:
     options: dict[str, Any]
     biases: frozenset[str] = frozenset()
     config: Any = None
+    heads: tuple[int, int] = (0, 1)
 
     def block(self, queries: TokenRun, keys: TokenRun, dtype: torch.dtype) -> Tensor | BlockMask:
         """Return the mask of a block in the form that the function takes."""
@@ -80,6 +85,16 @@ class AttentionCall:
         """Return the factor of the scores of heads with ``width`` channels."""
         given: float | None = self.options.get("scaling")
         return width**-0.5 if given is None else given
+
+    def score_blocks(self, device: torch.device) -> ScoreBlocks | None:
+        """Return what draws for the blocks of this call; None if none drops probabilities or each draws for itself."""
+        return score_blocks(device) if self.options.get("dropout") else None
+
+    def at(
+        self, blocks: ScoreBlocks | None, queries: tuple[TokenRun, ...], keys: tuple[TokenRun, ...]
+    ) -> contextlib.AbstractContextManager[None]:
+        """Compute some queries and keys inside the context, which draw their part of what one device draws."""
+        return contextlib.nullcontext() if blocks is None else blocks.at(ScoreBlock(queries, keys, self.heads))
 
     @property
     def implementation(self) -> str:
@@ -207,6 +222,7 @@ class _AttendInBlocks(TensorFunction):
         ctx.call, ctx.runs, ctx.keys = call, runs, keys
         ctx.save_for_backward(q, k, v, *trained)
         ctx.replay = _Replay(q.device) if call.options.get("dropout") else None
+        ctx.blocks = call.score_blocks(q.device)
         ctx.autocast = _autocast_of(q.device)
         k, v = keys.gathered(k, v)
         outputs = []
@@ -214,7 +230,10 @@ class _AttendInBlocks(TensorFunction):
             low, high = call.mask.visible(run)
             block = run, TokenRun(low, high - low)
             mask = call.block(*block, q.dtype)
-            outputs.append(call.run(q[:, :, place], k[:, :, low:high], v[:, :, low:high], mask, block=block))
+            with call.at(ctx.blocks, (run,), block[1:]):
+                outputs.append(call.run(q[:, :, place], k[:, :, low:high], v[:, :, low:high], mask, block=block))
+        if ctx.blocks is not None:
+            ctx.blocks.end()
         return torch.cat(outputs, 1)
 
     @staticmethod
@@ -232,7 +251,8 @@ class _AttendInBlocks(TensorFunction):
                 mask = call.block(*block, q.dtype)
                 inputs = [x.detach().requires_grad_() for x in (q[:, :, place], k[:, :, low:high], v[:, :, low:high])]
                 others = [x.detach().as_subclass(Tensor).requires_grad_() for x in trained]
-                output = call.run_with(others, *inputs, mask, block)
+                with call.at(ctx.blocks, (run,), block[1:]):
+                    output = call.run_with(others, *inputs, mask, block)
                 found = torch.autograd.grad(output, [*inputs, *others], grad[:, place], allow_unused=True)
                 d_q[:, :, place] = found[0]
                 d_k[:, :, low:high] += found[1]
@@ -241,6 +261,8 @@ class _AttendInBlocks(TensorFunction):
                     if new is not None:
                         before = d_trained[i]
                         d_trained[i] = new if before is None else before + new
+        if ctx.blocks is not None:
+            ctx.blocks.end()
         d_k, d_v = sums.own()
         return None, None, None, d_q, d_k.to(k.dtype), d_v.to(v.dtype), *d_trained
 

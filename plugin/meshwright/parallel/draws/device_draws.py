@@ -32,26 +32,31 @@ from meshwright.parallel.autograd_graph import in_backward
 from meshwright.parallel.batch.items import BatchFormat
 from meshwright.parallel.batch.schema import BatchSchema
 from meshwright.parallel.batch.share import share_of
+from meshwright.parallel.draws.drawing_time import DrawingTime
 from meshwright.parallel.draws.kernels import (
     Call,
+    advance,
+    apart,
     digest_of,
     generator_of,
     generators_of,
     hand_draws_to,
 )
 from meshwright.parallel.draws.part import DrawnPart, draw_part, is_dense, part_of
+from meshwright.parallel.draws.score_blocks import ScoreBlock, ScoreBlocks, running_block
 from meshwright.parallel.draws.sites import BatchSizes, DrawSites, Lines, lines_to, words_for
 from meshwright.parallel.dropout_streams import DropoutStreams, Restore, is_capturing
-from meshwright.progress import is_first_rank
+from meshwright.parallel.sequence_parts import Parted, SequenceParts
 from meshwright.temporarily import temporarily
 
 logger = logging.getLogger(__name__)
 
 _RANK = "ToDistributedConfig(draws='rank')"  # what to write instead
 _CURE = f"Seed all ranks alike, torch.manual_seed(0), and draw on all ranks alike between the steps; or pass {_RANK}"
-_TIMED, _SHARE = 5, 0.02  # the first steps, and the part of their time of which a line tells
 _MOST = 2**15  # draws whose parts are known again when backward computes a layer again
 _FIRST, _EVERY = 3, 50  # the first steps, in which the ranks compare their random states, and every so many
+
+_Key = tuple[bytes, ScoreBlock | None]  # a generator's state before a draw, and the block that draws
 
 
 @dataclass
@@ -67,6 +72,7 @@ class _Pass:
         states: the states of torch's generators before the first micro-batch.
         given: the program's own generators that the pass has drawn from, with their states before.
         frame: the frame that runs it, which a draw of the pass has on its stack.
+        begun: the states of torch's generators before the first draw.
         part: which of this rank's rows run now; None for all.
         drew: whether it has drawn.
         is_seen: whether all that it has drawn was seen.
@@ -81,6 +87,7 @@ class _Pass:
     thread: int = field(default_factory=threading.get_ident)
     states: dict[str, Tensor] = field(default_factory=dict)
     given: dict[Generator, Tensor] = field(default_factory=dict)
+    begun: dict[Generator, Tensor] = field(default_factory=dict)
     part: range | None = None
     drew: bool = False
     is_seen: bool = True
@@ -123,16 +130,19 @@ class _Drawing:
         self.last: dict[Generator, bytes] = {}
         self.is_looking = False  # whether a pass without values runs, of which threads may draw
         self.lock = threading.RLock()  # so that a digest is that of the state after a draw
-        # By the generator's state before a draw: the part of the draw, and the shape of what a rank keeps. Backward
-        # computes a layer again from the same state. The micro-batches of a pass begin from one state, but all except
-        # the last run their backward at once.
-        self.parts: dict[bytes, tuple[DrawnPart, torch.Size]] = {}
+        # By the generator's state before a draw: the part of the draw, None if it is not known, and the shape of what a
+        # rank keeps. Backward computes a layer again from the same state. The micro-batches of a pass begin from one
+        # state, but all except the last run their backward at once.
+        self.parts: dict[_Key, tuple[DrawnPart | None, torch.Size]] = {}
 
-    def keep(self, state: bytes, part: DrawnPart, shape: torch.Size) -> None:
-        self.parts.pop(state, None)
+    def keep(self, key: _Key, part: DrawnPart | None, shape: torch.Size) -> None:
+        self.parts.pop(key, None)
         while len(self.parts) >= _MOST:
             del self.parts[next(iter(self.parts))]
-        self.parts[state] = part, shape
+        self.parts[key] = part, shape
+
+    def key(self, generator: Generator) -> _Key:
+        return digest_of(generator), running_block()
 
     def innermost(self, frame: FrameType | None) -> tuple[DeviceDraws, _Pass] | None:
         """Return the pass that has called a frame."""
@@ -174,9 +184,9 @@ class _Drawing:
     def draw(self, kernel: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a draw of this process."""
         if in_backward():
-            part, shape = (self.parts and self.parts.get(digest_of(generator_of(args, kwargs)))) or (None, None)
-            is_known = part is not None and kwargs.get("out", args[0]).shape == shape
-            return draw_part(part, kernel, args, kwargs) if part and is_known else kernel(*args, **kwargs)
+            part, shape = (self.parts and self.parts.get(self.key(generator_of(args, kwargs)))) or (None, None)
+            is_known = kwargs.get("out", args[0]).shape == shape
+            return _drawn(part, kernel, args, kwargs) if is_known else kernel(*args, **kwargs)
         if not self.passes:
             return kernel(*args, **kwargs)
         draw: Callable[[], Any] = functools.partial(kernel, *args, **kwargs)
@@ -230,6 +240,7 @@ class DeviceDraws:
         self._meetings: dict[str, int] = {}
         self._may_be_on, self._compares, self._has_drawn, self._differs = is_on, is_on, False, False
         self._cost = DrawingTime()
+        self.parted: Parted | None = None  # what knows which tokens this rank of cp has
 
     @property
     def moment(self) -> str:
@@ -243,11 +254,12 @@ class DeviceDraws:
             return ()
         moment = self._moment if self.is_on else "draws for itself"
         what = "what draws='device' draws from (the random state, the rows of the last batch)"
-        advice = f"The ranks of tp hold the same activations, for which they must draw the same. {_CURE}"
+        advice = f"Ranks of tp and cp hold the same activations, for which they must draw the same. {_CURE}"
         return (Statement(text=moment, details=lambda: {what: moment}, advice=advice),)
 
     def look(self, guard: Guard, device: torch.device) -> None:
-        """Look at the random state before a pass. Ranks of tp hold the same activations, and draw the same for these.
+        """Look at the random state before a pass. Ranks of tp and of cp hold some of the same activations, for which they
+        draw the same.
 
         Args:
             guard: the guard.
@@ -255,11 +267,12 @@ class DeviceDraws:
         """
         if not self.is_on or is_capturing(device):
             return
-        tp, is_first = self._mesh.tp, self._state is None
+        axes, is_first = [x for x in (self._mesh.cp, self._mesh.tp) if x.size > 1], self._state is None
         self._state = b"".join(map(digest_of, generators_of(device).values())).hex()
-        if tp.size > 1 and is_first and guard.is_current:
-            self._compare(guard, tp, self._state)
-        self._moment = f"{self._state} after {self._rows} rows" if tp.size > 1 and self._has_drawn else ""
+        if is_first and guard.is_current:
+            for axis in axes:
+                self._compare(guard, axis, self._state)
+        self._moment = f"{self._state} after {self._rows} rows" if axes and self._has_drawn else ""
 
     def meet_over(self, guard: Guard, axis: Axis) -> None:
         """Compare what ranks draw from and for how many rows, where they reduce their gradients: in the first steps
@@ -353,6 +366,8 @@ class DeviceDraws:
         generator, x = generator_of(args, kwargs), kwargs.get("out", args[0])
         if kwargs.get("generator") is not None and generator not in current.given:
             current.given[generator] = generator.get_state()
+        if not current.begun:
+            current.begun = {other: other.get_state() for other in generators_of(current.device).values()}
         lines = lines_to(sys._getframe(1), current.frame)
         part = self._part(current, lines, x)
         if part is not None and not part.is_whole and "out" in kwargs:
@@ -361,14 +376,15 @@ class DeviceDraws:
             self._tell_of_unplaced(lines, x)
 
         def draw() -> Any:
-            state = digest_of(generator)
-            if part is None or part.is_whole:
-                _process.parts.pop(state, None)  # of another pass from the same state, as of a program that seeds again
+            key = _process.key(generator)
+            if part is not None and part.is_whole:
+                _process.parts.pop(key, None)  # of another pass from the same state, as of a program that seeds again
                 return kernel(*args, **kwargs)  # which backward repeats if it computes the layer again
             start = time.perf_counter()
-            _process.keep(state, part, x.shape)
-            drawn = draw_part(part, kernel, args, kwargs)
-            self._cost.add((time.perf_counter() - start) * (1 - x.numel() / math.prod(part.shape)))
+            _process.keep(key, part, x.shape)
+            drawn = _drawn(part, kernel, args, kwargs)
+            if part is not None:
+                self._cost.add((time.perf_counter() - start) * (1 - x.numel() / math.prod(part.shape)))
             return drawn
 
         return draw
@@ -388,11 +404,15 @@ class DeviceDraws:
         """Return the part of a draw that this rank keeps; None if it is not known."""
         if not is_dense(x):
             return None
-        sizes, tp = current.sizes, self._mesh.tp
-        of = functools.partial(part_of, rows=current.rows, total=current.total, lengths=sizes.lengths, tp=tp)
+        sizes, tp, cp = current.sizes, self._mesh.tp, self._mesh.cp
+        parts_of_rows = SequenceParts(cp) if self.parted is None else self.parted.parts
+        of = functools.partial(
+            part_of, rows=current.rows, total=current.total, lengths=sizes.lengths, tp=tp, parts=parts_of_rows,
+            block=running_block(),
+        )  # fmt: skip
         for _ in range(2):
             forms = self._sites.find(lines, sizes)
-            if forms == {None} and tp.size == 1:  # a rank has all of a row, whatever its sizes
+            if forms == {None} and tp.size * cp.size == 1:  # a rank has all of a row, whatever its sizes
                 forms = self._sites.find_alike(lines, sizes, x.shape, len(current.rows))
             parts = {of(form, x.shape) for form in forms if form is not None and len(form) == x.ndim} - {None}
             if len(parts) == 1 and None not in forms:
@@ -408,7 +428,7 @@ class DeviceDraws:
         return None
 
     def _tell_of_unplaced(self, lines: Lines, x: Tensor) -> None:
-        """Tell that a draw cannot be placed. All ranks draw the same until the pass has ended."""
+        """Tell that a draw cannot be placed. The ranks have the same states again after it, and after the pass."""
         why = "" if self._sites.failure is None else f" ({self._sites.failure})"
         self._tell_once(
             "unplaced",
@@ -433,6 +453,11 @@ class DeviceDraws:
             )  # fmt: skip
             self._is_known = False
         if not self._is_known:
+            for generator, state in current.begun.items():  # some ranks may have drawn more often
+                generator.set_state(state)
+                with apart():
+                    advance(generator)
+            _process.follow(current.device)
             self._stop()
 
     def _stop(self) -> None:
@@ -445,29 +470,36 @@ class DeviceDraws:
             logger.warning(text, *values)  # perhaps on this rank alone; equal texts are printed once
 
 
-class DrawingTime:
-    """Tells once if the parts of other ranks take a noticeable part of the first steps."""
+def score_blocks(device: torch.device) -> ScoreBlocks | None:
+    """Return what draws for the blocks of an attention that runs now; None if each draws for itself.
 
-    def __init__(self) -> None:
-        self._steps, self._start, self._spent = 0, 0.0, 0.0
+    Args:
+        device: the device of the scores.
+    """
+    generators = generators_of(device).values()
+    if in_backward():  # which restores the state of the pass that runs, if one does
+        digests = {digest_of(generator) for generator in generators}
+        is_on = any(state in digests for state, block in _process.parts if block is not None)
+    else:
+        found = _process.innermost(sys._getframe(1))
+        is_on = found is not None and found[0].is_on
+        if is_on:
+            _process.see(device)
 
-    def begin(self) -> None:
-        """Begin a training pass."""
-        if self._steps > _TIMED:
-            return
-        now = time.perf_counter()
-        if self._steps == 1:  # the first step finds the forms of the draws
-            self._start, self._spent = now, 0.0
-        self._steps += 1
-        share = self._spent / max(now - self._start, 1e-9)
-        if self._steps > _TIMED and share > _SHARE and is_first_rank():
-            logger.info(
-                "each rank draws the random numbers of the whole batch, so that they are those of one device, which "
-                "takes %.0f %% of a step. %s draws those of the rank's rows alone",
-                100 * share, _RANK,
-            )  # fmt: skip
+    def follow() -> None:
+        if not in_backward():
+            _process.follow(device)
 
-    def add(self, seconds: float) -> None:
-        """Add time that the parts of other ranks have taken."""
-        if self._steps <= _TIMED:
-            self._spent += seconds
+    return ScoreBlocks({x: x.get_state() for x in generators}, follow) if is_on else None
+
+
+def _drawn(part: DrawnPart | None, kernel: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Draw a part. One that is not known is drawn alone, and leaves the same state on all ranks."""
+    if part is not None:
+        return draw_part(part, kernel, args, kwargs)
+    generator = generator_of(args, kwargs)
+    before = generator.get_state()
+    drawn = kernel(*args, **kwargs)
+    generator.set_state(before)
+    advance(generator)
+    return drawn

@@ -109,6 +109,11 @@ def generator_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Generator:
     return generators_of(device)[device.type] if given is None else given
 
 
+def advance(generator: Generator) -> None:
+    """Draw one number, inside of :func:`apart`."""
+    torch.empty((), device=generator.device).uniform_(generator=generator)
+
+
 def digest_of(generator: Generator) -> bytes:
     """Return a digest of a generator's state."""
     return hashlib.blake2b(generator.get_state().numpy().data, digest_size=8).digest()
