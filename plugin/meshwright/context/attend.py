@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 
+GROUPS = "num_key_value_groups"  # what a module has another value of while its attention function runs
+
 # An attention function of transformers: (module, query, key, value, mask, **options) -> (output [B, S, heads, d], ...).
 StockAttention = Callable[..., tuple[Tensor, Any]]
 
@@ -269,9 +271,9 @@ class _AttendInBlocks(TensorFunction):
 
 def _key_heads(module: nn.Module, heads: int, key_heads: int) -> contextlib.AbstractContextManager[None]:
     """Let a module's attention function see the number of queries for each key that it is given."""
-    own = vars(module).get("num_key_value_groups")
+    own = vars(module).get(GROUPS)
     is_right = own is None or own * key_heads == heads
-    return contextlib.nullcontext() if is_right else temporarily(module, num_key_value_groups=heads // key_heads)
+    return contextlib.nullcontext() if is_right else temporarily(module, **{GROUPS: heads // key_heads})
 
 
 class _Replay:

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from meshwright.checkpoint.one_device.save_pretrained import export_with_full_weights
 from meshwright.construct.initial_weights import NewTensors
 from meshwright.distribute.quantised import check_float8, check_quantised
+from meshwright.context.attend import GROUPS
 from meshwright.errors import AlreadyDistributedError, PlanError, UnreadableTensorError
 from meshwright.faults.together import succeed_together
 from meshwright.features import passes, splits, training
@@ -186,7 +187,7 @@ def install(build: Build, optimizer: Optimizer | None, *, seed: int) -> None:
         done.append(feature.install)
     for module, values in before.items():
         now = vars(module)
-        if changed := {name: x for name, x in values.items() if now.get(name) is not x}:
+        if changed := {name: x for name, x in values.items() if now.get(name) is not x or name == GROUPS}:
             build.wholes[module] = changed
 
 

@@ -399,11 +399,12 @@ def whole_twin(root: nn.Module, hooked: set[CodeType], wholes: Mapping[nn.Module
             value = getattr(value, "__wrapped__", value) if _is_of_runtime(value) else value
             if name not in values and not _is_of_runtime(value):
                 values[name] = of(value)
-        if find_chain(module) is not None:
-            del values["forward"]
-            function: Callable[..., Any] = without_replacements(module, "forward")
-            if function is not getattr(type(module).forward, "__func__", type(module).forward):
-                values["forward"] = MethodType(function, new)
+        for name in [name for name in own if find_chain(module, name) is not None]:
+            del values[name]
+            function: Callable[..., Any] = without_replacements(module, name)
+            of_class = getattr(type(module), name)
+            if function is not getattr(of_class, "__func__", of_class):
+                values[name] = MethodType(function, new)
         return new
 
     found: nn.Module = twin(root)
