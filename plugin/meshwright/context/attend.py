@@ -90,13 +90,18 @@ class AttentionCall:
 
     def score_blocks(self, device: torch.device) -> ScoreBlocks | None:
         """Return what draws for the blocks of this call; None if none drops probabilities or each draws for itself."""
-        return score_blocks(device) if self.options.get("dropout") else None
+        return score_blocks(device) if self.dropout else None
 
     def at(
         self, blocks: ScoreBlocks | None, queries: tuple[TokenRun, ...], keys: tuple[TokenRun, ...]
     ) -> contextlib.AbstractContextManager[None]:
         """Compute some queries and keys inside the context, which draw their part of what one device draws."""
         return contextlib.nullcontext() if blocks is None else blocks.at(ScoreBlock(queries, keys, self.heads))
+
+    @property
+    def dropout(self) -> float:
+        """The part of the probabilities that this call drops."""
+        return float(self.options.get("dropout") or 0)
 
     @property
     def implementation(self) -> str:
@@ -118,7 +123,7 @@ class AttentionCall:
         """Where documents start, if the call is torch's attention, causal within documents and nothing else."""
         stock = sys.modules["transformers.integrations.sdpa_attention"].sdpa_attention_forward
         has_tensors = any(isinstance(x, Tensor) for x in self.options.values())
-        if self.stock is not stock or self.options.get("dropout") or has_tensors:
+        if self.stock is not stock or self.dropout or has_tensors:
             return None
         return self.mask.documents
 
@@ -223,7 +228,7 @@ class _AttendInBlocks(TensorFunction):
     ) -> Tensor:
         ctx.call, ctx.runs, ctx.keys = call, runs, keys
         ctx.save_for_backward(q, k, v, *trained)
-        ctx.replay = _Replay(q.device) if call.options.get("dropout") else None
+        ctx.replay = Replay(q.device) if call.dropout else None
         ctx.blocks = call.score_blocks(q.device)
         ctx.autocast = _autocast_of(q.device)
         k, v = keys.gathered(k, v)
@@ -276,7 +281,7 @@ def _key_heads(module: nn.Module, heads: int, key_heads: int) -> contextlib.Abst
     return contextlib.nullcontext() if is_right else temporarily(module, **{GROUPS: heads // key_heads})
 
 
-class _Replay:
+class Replay:
     """Draws in backward what was drawn in forward, so that both drop the same probabilities."""
 
     def __init__(self, device: torch.device):

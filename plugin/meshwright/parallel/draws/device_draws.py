@@ -411,7 +411,7 @@ class DeviceDraws:
             block=running_block(),
         )  # fmt: skip
         for _ in range(2):
-            forms = self._sites.find(lines, sizes)
+            forms = self._sites.find(lines, sizes, is_inner=running_block() is not None)
             if forms == {None} and tp.size * cp.size == 1:  # a rank has all of a row, whatever its sizes
                 forms = self._sites.find_alike(lines, sizes, x.shape, len(current.rows))
             parts = {of(form, x.shape) for form in forms if form is not None and len(form) == x.ndim} - {None}

@@ -119,12 +119,19 @@ class _SeenDraws:
     forms: dict[Lines, set[Form | None]] = field(default_factory=lambda: defaultdict(set))
     tried: set[Lines] = field(default_factory=set)
 
-    def find(self, lines: Lines) -> set[Form | None]:
-        """Return the forms of the draws at some lines, with None if some are not known."""
+    def find(self, lines: Lines, *, is_inner: bool) -> set[Form | None]:
+        """Return the forms of the draws at some lines, with None if some are not known.
+
+        Args:
+            lines: the lines.
+            is_inner: whether a function that these call may draw, in whose place the runtime draws.
+        """
         for count in range(len(lines), 0, -1):
             if (forms := self.forms.get(lines[:count])) is not None:
                 return forms
-        return {None}
+        places = [place for place in self.forms if is_inner and place[1:] == lines[: len(place) - 1]]
+        most = max(map(len, places), default=0)
+        return set().union(*(self.forms[place] for place in places if len(place) == most)) if most > 1 else {None}
 
 
 class DrawSites:
@@ -142,10 +149,16 @@ class DrawSites:
         self.failure: str | None = None
         self._seen: dict[Hashable, _SeenDraws] = {}
 
-    def find(self, lines: Lines, sizes: BatchSizes) -> set[Form | None]:
-        """Return the forms of the draws at some lines in a batch of some sizes, with None if some are not known."""
+    def find(self, lines: Lines, sizes: BatchSizes, *, is_inner: bool = False) -> set[Form | None]:
+        """Return the forms of the draws at some lines in a batch of some sizes, with None if some are not known.
+
+        Args:
+            lines: the lines.
+            sizes: the sizes of the batch.
+            is_inner: whether a function that these call may draw, in whose place the runtime draws.
+        """
         seen = self._seen.get(sizes.others)
-        return {None} if seen is None else seen.find(lines)
+        return {None} if seen is None else seen.find(lines, is_inner=is_inner)
 
     def find_alike(self, lines: Lines, sizes: BatchSizes, own: Sequence[int], rows: int) -> set[Form | None]:
         """Return the form of a draw in a batch of a new kind, as of sound of another length, in which a rank has all
@@ -159,7 +172,7 @@ class DrawSites:
         """
         if sizes.others in self._seen:
             return {None}
-        found = [seen.find(lines) for seen in self._seen.values()]
+        found = [seen.find(lines, is_inner=False) for seen in self._seen.values()]
         known = [forms for forms in found if forms != {None}]
         dims = {tuple(dim.has_rows for dim in form) if form else () for forms in known for form in forms}
         if len(known) < 2 or len(dims) > 1 or len(has_rows := dims.pop()) != len(own):
