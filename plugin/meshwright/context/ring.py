@@ -27,7 +27,6 @@ from meshwright.context.masks import ContextMask, query_blocks
 from meshwright.parallel.draws.score_blocks import ScoreBlocks
 from meshwright.parallel.sequence_parts import TokenRun
 
-
 _Places = tuple[TokenRun, TokenRun]
 
 

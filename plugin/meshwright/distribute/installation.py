@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 
 from meshwright.checkpoint.one_device.save_pretrained import export_with_full_weights
 from meshwright.construct.initial_weights import NewTensors
-from meshwright.distribute.quantised import check_float8, check_quantised
 from meshwright.context.attend import GROUPS
+from meshwright.distribute.quantised import check_float8, check_quantised
 from meshwright.errors import AlreadyDistributedError, PlanError, UnreadableTensorError
 from meshwright.faults.together import succeed_together
 from meshwright.features import passes, splits, training

@@ -72,7 +72,7 @@ class _Pass:
         states: the states of torch's generators before the first micro-batch.
         given: the program's own generators that the pass has drawn from, with their states before.
         frame: the frame that runs it, which a draw of the pass has on its stack.
-        begun: the states of torch's generators before the first draw.
+        begun: the states of torch's generators before the pass.
         part: which of this rank's rows run now; None for all.
         drew: whether it has drawn.
         is_seen: whether all that it has drawn was seen.
@@ -186,7 +186,7 @@ class _Drawing:
         if in_backward():
             part, shape = (self.parts and self.parts.get(self.key(generator_of(args, kwargs)))) or (None, None)
             is_known = kwargs.get("out", args[0]).shape == shape
-            return _drawn(part, kernel, args, kwargs) if is_known else kernel(*args, **kwargs)
+            return draw_part(part, kernel, args, kwargs) if is_known else kernel(*args, **kwargs)
         if not self.passes:
             return kernel(*args, **kwargs)
         draw: Callable[[], Any] = functools.partial(kernel, *args, **kwargs)
@@ -258,8 +258,7 @@ class DeviceDraws:
         return (Statement(text=moment, details=lambda: {what: moment}, advice=advice),)
 
     def look(self, guard: Guard, device: torch.device) -> None:
-        """Look at the random state before a pass. Ranks of tp and of cp hold some of the same activations, for which they
-        draw the same.
+        """Look at the random state before a pass. Ranks of tp and cp draw the same for the activations that all hold.
 
         Args:
             guard: the guard.
@@ -316,6 +315,7 @@ class DeviceDraws:
         _process.begin(self, current)
         restore = None if self.is_on else self._streams.enter_model(device, trains=trains)
         if self.is_on:
+            current.begun = {generator: generator.get_state() for generator in generators_of(device).values()}
             self._streams.count(trains=trains)
         if trains and self.is_on:
             self._cost.begin()
@@ -366,8 +366,6 @@ class DeviceDraws:
         generator, x = generator_of(args, kwargs), kwargs.get("out", args[0])
         if kwargs.get("generator") is not None and generator not in current.given:
             current.given[generator] = generator.get_state()
-        if not current.begun:
-            current.begun = {other: other.get_state() for other in generators_of(current.device).values()}
         lines = lines_to(sys._getframe(1), current.frame)
         part = self._part(current, lines, x)
         if part is not None and not part.is_whole and "out" in kwargs:
@@ -382,7 +380,7 @@ class DeviceDraws:
                 return kernel(*args, **kwargs)  # which backward repeats if it computes the layer again
             start = time.perf_counter()
             _process.keep(key, part, x.shape)
-            drawn = _drawn(part, kernel, args, kwargs)
+            drawn = draw_part(part, kernel, args, kwargs)
             if part is not None:
                 self._cost.add((time.perf_counter() - start) * (1 - x.numel() / math.prod(part.shape)))
             return drawn
@@ -491,15 +489,3 @@ def score_blocks(device: torch.device) -> ScoreBlocks | None:
             _process.follow(device)
 
     return ScoreBlocks({x: x.get_state() for x in generators}, follow) if is_on else None
-
-
-def _drawn(part: DrawnPart | None, kernel: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Draw a part. One that is not known is drawn alone, and leaves the same state on all ranks."""
-    if part is not None:
-        return draw_part(part, kernel, args, kwargs)
-    generator = generator_of(args, kwargs)
-    before = generator.get_state()
-    drawn = kernel(*args, **kwargs)
-    generator.set_state(before)
-    advance(generator)
-    return drawn

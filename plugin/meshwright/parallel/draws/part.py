@@ -12,7 +12,7 @@ from torch import Tensor
 
 from meshwright.errors import PlanError
 from meshwright.mesh.axes import Axis
-from meshwright.parallel.draws.kernels import Call, generator_of
+from meshwright.parallel.draws.kernels import Call, advance, generator_of
 from meshwright.parallel.draws.score_blocks import ScoreBlock, running_blocks
 from meshwright.parallel.draws.sites import Dim, Form
 from meshwright.parallel.sequence_parts import SequenceParts, TokenRun, tokens_of
@@ -131,12 +131,21 @@ def part_of(
     return DrawnPart(shape, tuple(entries), of_rows, of_channels, tuple(of_runs), of_tokens, (tp.rank, tp.size))
 
 
-def draw_part(part: DrawnPart, kernel: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def draw_part(part: DrawnPart | None, kernel: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Draw a whole tensor, and keep a part of it. The blocks of an attention draw it once.
+
+    A part that is not known is drawn alone. It leaves the state after one number, the same on all ranks.
 
     Raises:
         PlanError: if the memory has no room for the whole tensor.
     """
+    if part is None:
+        generator = generator_of(args, kwargs)
+        before = generator.get_state()
+        drawn = kernel(*args, **kwargs)
+        generator.set_state(before)
+        advance(generator)
+        return drawn
     x: Tensor = args[0]
 
     def draw() -> Tensor:

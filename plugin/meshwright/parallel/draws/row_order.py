@@ -86,7 +86,7 @@ class RowOrder:
             else:
                 one, other = (0, 1) if name == "t" else (args[1] % x.ndim, args[2] % x.ndim)
                 order[one], order[other] = other, one
-            return order.index(dim)
+            return next(place for place, of in enumerate(order) if of == dim)
         if name == "unsqueeze":
             return dim + (args[1] % (x.ndim + 1) <= dim)
         if name in _ALONG and len(args) > 1:

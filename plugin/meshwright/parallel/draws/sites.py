@@ -316,9 +316,7 @@ def _form(once: _Drawn, others: Sequence[_Drawn], sizes: BatchSizes, names: Sequ
     return tuple(found) if sum(dim.has_rows for dim in found) < 2 else None
 
 
-def _draws_of(
-    twin: nn.Module, batch: Mapping[str, Any], order: RowOrder | None = None
-) -> tuple[_Found, str | None]:
+def _draws_of(twin: nn.Module, batch: Mapping[str, Any], order: RowOrder | None = None) -> tuple[_Found, str | None]:
     """Return what a module draws, and why the pass has ended early, if it has."""
     watch = _DrawWatch(order or RowOrder((), 1))
     failures: list[str | None] = [None]
