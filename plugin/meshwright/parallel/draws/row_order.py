@@ -86,9 +86,9 @@ class RowOrder:
             else:
                 one, other = (0, 1) if name == "t" else (args[1] % x.ndim, args[2] % x.ndim)
                 order[one], order[other] = other, one
-            return next(place for place, of in enumerate(order) if of == dim)
+            return order.index(dim)
         if name == "unsqueeze":
-            return dim + (args[1] % (x.ndim + 1) <= dim)
+            return dim + int(args[1] % (x.ndim + 1) <= dim)
         if name in _ALONG and len(args) > 1:
             along = args[1] if isinstance(args[1], list | tuple) else [args[1]]
             is_same &= all(type(i) is int and i % x.ndim > dim for i in along)
