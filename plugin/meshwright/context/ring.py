@@ -24,7 +24,8 @@ from meshwright.autograd import TensorFunction
 from meshwright.context.attend import AttentionCall, Replay, as_autocast
 from meshwright.context.key_exchange import RingKeys
 from meshwright.context.masks import ContextMask, query_blocks
-from meshwright.parallel.draws.score_blocks import ScoreBlocks
+from meshwright.parallel.draws.device_draws import score_blocks
+from meshwright.parallel.draws.score_blocks import ScoreBlock, ScoreBlocks
 from meshwright.parallel.sequence_parts import TokenRun
 
 _Places = tuple[TokenRun, TokenRun]
@@ -39,20 +40,23 @@ class RingCall:
         mask: the mask.
         scale: the factor of the scores.
         softcap: the bound of the scores, if the model has one.
-        attention: the call of the model's attention function, which says what is dropped.
+        dropout: the part of the probabilities that are dropped.
+        heads: which of the ranks that share the heads of a rank of tp has those of the call, and the number of these
+            ranks.
     """
 
     keys: RingKeys
     mask: ContextMask
     scale: float
     softcap: float | None = None
-    attention: AttentionCall
+    dropout: float = 0.0
+    heads: tuple[int, int] = (0, 1)
 
     @classmethod
     def of(cls, call: AttentionCall, keys: RingKeys, *, width: int) -> RingCall:
         """Return a call of a model's attention function as one over the ring; queries have ``width`` channels."""
-        softcap = call.options.get("softcap")
-        return cls(keys=keys, mask=call.mask, scale=call.scale(width), softcap=softcap, attention=call)
+        scale, softcap = call.scale(width), call.options.get("softcap")
+        return cls(keys=keys, mask=call.mask, scale=scale, softcap=softcap, dropout=call.dropout, heads=call.heads)
 
     @property
     def runs(self) -> tuple[TokenRun, ...]:
@@ -84,12 +88,13 @@ class RingCall:
             places: where the queries and the keys lie in the sequence.
             drawn: what draws for the blocks; None if each draws for itself.
         """
-        if not self.attention.dropout:
+        if not self.dropout:
             return None
         queries, keys = places
-        with self.attention.at(drawn, (queries,), (keys,)):
+        block = ScoreBlock((queries,), (keys,), self.heads)
+        with contextlib.nullcontext() if drawn is None else drawn.at(block):
             ones = torch.ones_like(scores.flatten(1, 2), dtype=dtype)
-            return F.dropout(ones, self.attention.dropout).view(scores.shape)
+            return F.dropout(ones, self.dropout).view(scores.shape)
 
     def _mask(self, queries: TokenRun, keys: TokenRun) -> _BlockMask:
         mask = self.mask
@@ -149,8 +154,8 @@ class _Ring(TensorFunction):
             total = torch.full(grouped.shape[:-1], -torch.inf, dtype=dtype, device=q.device)
         else:
             total = sinks.to(dtype).view(1, k.shape[1], -1, 1).expand(grouped.shape[:-1]).contiguous()
-        ctx.replay = Replay(q.device) if call.attention.dropout else None
-        drawn = ctx.drawn = call.attention.score_blocks(q.device)
+        ctx.replay = Replay(q.device) if call.dropout else None
+        drawn = ctx.drawn = score_blocks(q.device) if call.dropout else None
         for runs, keys, values in call.keys.round(k, v):
             for place, own, mask, places in call.blocks(runs):
                 scores, _ = _scores(call, grouped[..., place, :], keys[:, :, own], mask, dtype)
