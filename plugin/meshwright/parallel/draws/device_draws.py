@@ -56,7 +56,7 @@ _CURE = f"Seed all ranks alike, torch.manual_seed(0), and draw on all ranks alik
 _MOST = 2**15  # draws whose parts are known again when backward computes a layer again
 _FIRST, _EVERY = 3, 50  # the first steps, in which the ranks compare their random states, and every so many
 
-_Key = tuple[bytes, ScoreBlock | None]  # a generator's state before a draw, and the block that draws
+_Parts = dict[ScoreBlock | None, tuple[DrawnPart | None, torch.Size]]  # by the block that draws
 
 
 @dataclass
@@ -133,16 +133,18 @@ class _Drawing:
         # By the generator's state before a draw: the part of the draw, None if it is not known, and the shape of what a
         # rank keeps. Backward computes a layer again from the same state. The micro-batches of a pass begin from one
         # state, but all except the last run their backward at once.
-        self.parts: dict[_Key, tuple[DrawnPart | None, torch.Size]] = {}
+        self.parts: dict[bytes, _Parts] = {}
 
-    def keep(self, key: _Key, part: DrawnPart | None, shape: torch.Size) -> None:
-        self.parts.pop(key, None)
+    def keep(self, state: bytes, part: DrawnPart | None, shape: torch.Size) -> None:
+        of_state = self.parts.pop(state, {})
         while len(self.parts) >= _MOST:
             del self.parts[next(iter(self.parts))]
-        self.parts[key] = part, shape
+        self.parts[state] = {**of_state, running_block(): (part, shape)}
 
-    def key(self, generator: Generator) -> _Key:
-        return digest_of(generator), running_block()
+    def find(self, generator: Generator) -> tuple[DrawnPart | None, torch.Size | None]:
+        """Return the part of a draw that is made again, and its shape; None for both if it is not known."""
+        of_state = self.parts.get(digest_of(generator), {}) if self.parts else {}
+        return of_state.get(running_block(), (None, None))
 
     def innermost(self, frame: FrameType | None) -> tuple[DeviceDraws, _Pass] | None:
         """Return the pass that has called a frame."""
@@ -184,7 +186,7 @@ class _Drawing:
     def draw(self, kernel: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a draw of this process."""
         if in_backward():
-            part, shape = (self.parts and self.parts.get(self.key(generator_of(args, kwargs)))) or (None, None)
+            part, shape = self.find(generator_of(args, kwargs))
             is_known = kwargs.get("out", args[0]).shape == shape
             return draw_part(part, kernel, args, kwargs) if is_known else kernel(*args, **kwargs)
         if not self.passes:
@@ -374,12 +376,12 @@ class DeviceDraws:
             self._tell_of_unplaced(lines, x)
 
         def draw() -> Any:
-            key = _process.key(generator)
+            state = digest_of(generator)
             if part is not None and part.is_whole:
-                _process.parts.pop(key, None)  # of another pass from the same state, as of a program that seeds again
+                _process.parts.pop(state, None)  # of another pass from the same state, as of a program that seeds again
                 return kernel(*args, **kwargs)  # which backward repeats if it computes the layer again
             start = time.perf_counter()
-            _process.keep(key, part, x.shape)
+            _process.keep(state, part, x.shape)
             drawn = draw_part(part, kernel, args, kwargs)
             if part is not None:
                 self._cost.add((time.perf_counter() - start) * (1 - x.numel() / math.prod(part.shape)))
@@ -476,8 +478,8 @@ def score_blocks(device: torch.device) -> ScoreBlocks | None:
     """
     generators = generators_of(device).values()
     if in_backward():  # which restores the state of the pass that runs, if one does
-        digests = {digest_of(generator) for generator in generators}
-        is_on = any(state in digests for state, block in _process.parts if block is not None)
+        known = [_process.parts.get(digest_of(generator), {}) for generator in generators]
+        is_on = any(block is not None for parts in known for block in parts)
     else:
         found = _process.innermost(sys._getframe(1))
         is_on = found is not None and found[0].is_on
