@@ -228,7 +228,7 @@ class _AttendInBlocks(TensorFunction):
     ) -> Tensor:
         ctx.call, ctx.runs, ctx.keys = call, runs, keys
         ctx.save_for_backward(q, k, v, *trained)
-        ctx.replay = Replay(q.device) if call.dropout else None
+        ctx.replay = ReplayedDraws(q.device) if call.dropout else None
         ctx.blocks = call.score_blocks(q.device)
         ctx.autocast = _autocast_of(q.device)
         k, v = keys.gathered(k, v)
@@ -281,7 +281,7 @@ def _key_heads(module: nn.Module, heads: int, key_heads: int) -> contextlib.Abst
     return contextlib.nullcontext() if is_right else temporarily(module, **{GROUPS: heads // key_heads})
 
 
-class Replay:
+class ReplayedDraws:
     """Draws in backward what was drawn in forward, so that both drop the same probabilities."""
 
     def __init__(self, device: torch.device):

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.autograd import TensorFunction
-from meshwright.context.attend import AttentionCall, Replay, as_autocast
+from meshwright.context.attend import AttentionCall, ReplayedDraws, as_autocast
 from meshwright.context.key_exchange import RingKeys
 from meshwright.context.masks import ContextMask, query_blocks
 from meshwright.parallel.draws.device_draws import score_blocks
@@ -154,7 +154,7 @@ class _Ring(TensorFunction):
             total = torch.full(grouped.shape[:-1], -torch.inf, dtype=dtype, device=q.device)
         else:
             total = sinks.to(dtype).view(1, k.shape[1], -1, 1).expand(grouped.shape[:-1]).contiguous()
-        ctx.replay = Replay(q.device) if call.dropout else None
+        ctx.replay = ReplayedDraws(q.device) if call.dropout else None
         drawn = ctx.drawn = score_blocks(q.device) if call.dropout else None
         for runs, keys, values in call.keys.round(k, v):
             for place, own, mask, places in call.blocks(runs):
