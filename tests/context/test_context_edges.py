@@ -313,7 +313,6 @@ def refusals() -> dict[str, str]:
 
     odd = {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 24}
     record("heads", lambda: plan(traits=odd, context="ulysses"))
-    record("dropout in a ring", lambda: plan(traits={"attention_dropout": 0.1}, context="ring"))
     engine = mw.ToDistributedConfig(plan=mw.ParallelPlan(cp=2), engine="DeepSpeed")
     record("an engine", lambda: mw.to_distributed(build("llama"), config=engine))
     flex = build("llama", attn_implementation="flex_attention")
@@ -337,7 +336,6 @@ def refusals() -> dict[str, str]:
 WORDS = {
     "heads": "context='gather' or 'ring'",
     "an engine": "use cp=1",
-    "dropout in a ring": "attention_dropout to 0",
     "flex attention": "Use context='gather' or 'ulysses'",
     "generate": "save_pretrained",
     "cache": "use_cache",

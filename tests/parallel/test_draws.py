@@ -53,6 +53,13 @@ def made(name: str) -> Any:
     if name == "gpt2":
         sizes = {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 16}
         return transformers.GPT2LMHeadModel(transformers.GPT2Config(**SIZES, **sizes))
+    if name == "phimoe":  # noise of routers over all tokens, [rows * tokens, experts]
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+        noise = {"router_jitter_noise": 0.05, "input_jitter_noise": 0.1, "attention_dropout": 0.1}
+        config = transformers.PhimoeConfig(
+            **SIZES, **sizes, **noise, num_key_value_heads=2, num_local_experts=4, experts_implementation="eager"
+        )
+        return transformers.PhimoeForCausalLM(config)
     if name == "t5":
         sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 1}
         return transformers.T5ForConditionalGeneration(transformers.T5Config(**SIZES, **sizes, dropout_rate=0.2))
@@ -71,7 +78,7 @@ def batch(name: str, number: int) -> dict[str, Tensor]:
     ids = torch.randint(3, WORDS, (ROWS, LENGTH), generator=torch.Generator().manual_seed(number))
     if name == "noisy":
         return {"x": ids.double() / WORDS, "labels": ids[:, 0] % 3}
-    labels = {"gpt2": ids, "t5": ids[:, : 4 + number % 2].contiguous(), "bert": ids[:, 0] % 3}[name]
+    labels = {"gpt2": ids, "phimoe": ids, "t5": ids[:, : 4 + number % 2].contiguous(), "bert": ids[:, 0] % 3}[name]
     return {"input_ids": ids, "labels": labels}
 
 
@@ -87,8 +94,9 @@ def trained(name: str, plan: str | None, dp: int = 1) -> list[float]:
         torch.manual_seed(7)
         found = []
         for number in range(STEPS):
-            row = dist.get_rank() % dp if dp > 1 else 0  # pp is the outermost axis
-            own = {key: x.chunk(dp)[row] for key, x in batch(name, number).items()}
+            ranks = dist.get_world_size() // (2 if "pp2" in plan else 1) if plan is not None else 1  # of a stage
+            part = dist.get_rank() % ranks * dp // ranks if dp > 1 else 0
+            own = {key: x.chunk(dp)[part] for key, x in batch(name, number).items()}
             loss = model(**own).loss
             loss.backward()
             clip = mw.clip_grad_norm_ if plan is not None else clipped
@@ -109,8 +117,14 @@ CASES = [
     ("gpt2", "dp2 mb1 recompute=full", 2), ("gpt2", "tp2 recompute=full", 1), ("t5", "tp2+sp ga2", 1),
     ("gpt2", "pp2 mb1 recompute=full", 1), ("gpt2", "pp2 mb1 schedule=interleaved", 1), ("bert", "pp2", 1),
     ("t5", "pp2 mb2 schedule=gpipe", 1),
+    ("gpt2", "cp2 context=ring mb1 recompute=full", 1), ("bert", "cp2 mb1", 1), ("t5", "cp2 recompute=full", 1),
+    ("phimoe", "tp2+sp ep2", 1), ("phimoe", "dp2 etp2", 2),
 ]  # fmt: skip
-OF_FOUR = [("bert", "pp2 dp2 mb1", 2), ("gpt2", "pp2 tp2+sp mb2", 1)]
+OF_FOUR = [
+    ("bert", "pp2 dp2 mb1", 2), ("gpt2", "pp2 tp2+sp mb2", 1), ("gpt2", "pp2 cp2 context=ring mb1", 1),
+    ("gpt2", "cp4 context=hybrid ulysses=2", 1), ("phimoe", "tp2+sp cp2 context=ulysses", 1),
+    ("phimoe", "dp2 cp2 ep2 recompute=full", 2),
+]  # fmt: skip
 
 
 def all_trained(cases: list[tuple[str, str, int]]) -> list[list[float]]:
@@ -145,28 +159,35 @@ class Unplaced(nn.Module):
             x = x[torch.randint(0, len(x), (len(x),))]
         if self.kind == "permutation":
             x = x[torch.randperm(len(x))]
+        if self.kind == "order":  # the rows of each token
+            x = nn.functional.dropout(x.T.reshape(-1, 1), 0.5, self.training).view(LENGTH, len(x)).T
         x = nn.functional.dropout(x, 0.5, self.training)
         return {"loss": nn.functional.cross_entropy(self.linear(x), labels)}
 
 
-def told(kind: str, draws: Literal["device", "rank"] = "device") -> list[str]:
+def told(kind: str, draws: Literal["device", "rank"] = "device") -> tuple[list[str], float]:
+    """What was said, and what the program draws after a pass."""
     torch.manual_seed(0)
     config = mw.ToDistributedConfig(plan="dp2", loss_averages_over="rows", draws=draws)
     model = mw.to_distributed(Unplaced(kind), config=config)[0]
     torch.manual_seed(dist.get_rank() if kind == "seeds" else 0)
+    generator = torch.Generator().manual_seed(dist.get_rank())
     with logged(level=logging.WARNING) as said:
         for _ in range(3):
-            model(torch.rand(2, LENGTH), torch.tensor([0, 1]))["loss"].backward()
-    return said
+            model(torch.rand(2, LENGTH, generator=generator), torch.tensor([0, 1]))["loss"].backward()
+    return said, torch.rand(()).item()
 
 
 def test_draws_that_are_not_those_of_one_device_are_told_of_once(pool2: Any) -> None:
-    words = dict.fromkeys(("values", "bounds", "choice", "permutation"), "Unplaced.forward, test_draws.py:")
+    """The ranks then go on from the same random state, whatever they have drawn."""
+    kinds = "values", "bounds", "choice", "permutation", "order"
+    words = dict.fromkeys(kinds, "Unplaced.forward, test_draws.py:")
     words |= {"kernel": "inside of a kernel", "seeds": "Seed all ranks"}
     for kind, word in words.items():
-        said, quiet = pool2.run(told, kind), pool2.run(told, kind, "rank")
-        assert said[0] == said[1] and len(said[0]) == 1 and word in said[0][0] and "draws='rank'" in said[0][0], said
-        assert quiet == [[], []]
+        (said, drawn), (others, other) = pool2.run(told, kind)
+        assert said == others and len(said) == 1 and word in said[0] and "draws='rank'" in said[0], said
+        assert drawn == other or kind == "seeds", kind
+        assert all(of_rank == [] for of_rank, _ in pool2.run(told, kind, "rank"))
 
 
 class Called(nn.Module):

@@ -28,12 +28,16 @@ from meshwright.context.key_exchange import WholeKeys
 from meshwright.context.masks import ContextMask, Documents, query_blocks
 from meshwright.errors import PlanError
 from meshwright.parallel.batch.flash_rows import is_flash
+from meshwright.parallel.draws.device_draws import score_blocks
+from meshwright.parallel.draws.score_blocks import ScoreBlock, ScoreBlocks
 from meshwright.parallel.sequence_parts import TokenRun
 from meshwright.temporarily import temporarily
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
+
+GROUPS = "num_key_value_groups"  # what a module has another value of while its attention function runs
 
 # An attention function of transformers: (module, query, key, value, mask, **options) -> (output [B, S, heads, d], ...).
 StockAttention = Callable[..., tuple[Tensor, Any]]
@@ -51,6 +55,8 @@ class AttentionCall:
         options: the keyword arguments of the call.
         biases: the names of those that have a value for each pair of tokens, ``[..., S, S]``, on every rank.
         config: the module's config, without our attention.
+        heads: which of the ranks that share the heads of a rank of tp has those of the call, and the number of these
+            ranks.
     """
 
     module: nn.Module
@@ -60,6 +66,7 @@ class AttentionCall:
     options: dict[str, Any]
     biases: frozenset[str] = frozenset()
     config: Any = None
+    heads: tuple[int, int] = (0, 1)
 
     def block(self, queries: TokenRun, keys: TokenRun, dtype: torch.dtype) -> Tensor | BlockMask:
         """Return the mask of a block in the form that the function takes."""
@@ -81,6 +88,21 @@ class AttentionCall:
         given: float | None = self.options.get("scaling")
         return width**-0.5 if given is None else given
 
+    def score_blocks(self, device: torch.device) -> ScoreBlocks | None:
+        """Return what draws for the blocks of this call; None if none drops probabilities or each draws for itself."""
+        return score_blocks(device) if self.dropout else None
+
+    def at(
+        self, blocks: ScoreBlocks | None, queries: tuple[TokenRun, ...], keys: tuple[TokenRun, ...]
+    ) -> contextlib.AbstractContextManager[None]:
+        """Compute some queries and keys inside the context, which draw their part of what one device draws."""
+        return contextlib.nullcontext() if blocks is None else blocks.at(ScoreBlock(queries, keys, self.heads))
+
+    @property
+    def dropout(self) -> float:
+        """The part of the probabilities that this call drops."""
+        return float(self.options.get("dropout") or 0)
+
     @property
     def implementation(self) -> str:
         """The name of the function in the module's config."""
@@ -101,7 +123,7 @@ class AttentionCall:
         """Where documents start, if the call is torch's attention, causal within documents and nothing else."""
         stock = sys.modules["transformers.integrations.sdpa_attention"].sdpa_attention_forward
         has_tensors = any(isinstance(x, Tensor) for x in self.options.values())
-        if self.stock is not stock or self.options.get("dropout") or has_tensors:
+        if self.stock is not stock or self.dropout or has_tensors:
             return None
         return self.mask.documents
 
@@ -206,7 +228,8 @@ class _AttendInBlocks(TensorFunction):
     ) -> Tensor:
         ctx.call, ctx.runs, ctx.keys = call, runs, keys
         ctx.save_for_backward(q, k, v, *trained)
-        ctx.replay = _Replay(q.device) if call.options.get("dropout") else None
+        ctx.replay = ReplayedDraws(q.device) if call.dropout else None
+        ctx.blocks = call.score_blocks(q.device)
         ctx.autocast = _autocast_of(q.device)
         k, v = keys.gathered(k, v)
         outputs = []
@@ -214,7 +237,10 @@ class _AttendInBlocks(TensorFunction):
             low, high = call.mask.visible(run)
             block = run, TokenRun(low, high - low)
             mask = call.block(*block, q.dtype)
-            outputs.append(call.run(q[:, :, place], k[:, :, low:high], v[:, :, low:high], mask, block=block))
+            with call.at(ctx.blocks, (run,), block[1:]):
+                outputs.append(call.run(q[:, :, place], k[:, :, low:high], v[:, :, low:high], mask, block=block))
+        if ctx.blocks is not None:
+            ctx.blocks.end()
         return torch.cat(outputs, 1)
 
     @staticmethod
@@ -232,7 +258,8 @@ class _AttendInBlocks(TensorFunction):
                 mask = call.block(*block, q.dtype)
                 inputs = [x.detach().requires_grad_() for x in (q[:, :, place], k[:, :, low:high], v[:, :, low:high])]
                 others = [x.detach().as_subclass(Tensor).requires_grad_() for x in trained]
-                output = call.run_with(others, *inputs, mask, block)
+                with call.at(ctx.blocks, (run,), block[1:]):
+                    output = call.run_with(others, *inputs, mask, block)
                 found = torch.autograd.grad(output, [*inputs, *others], grad[:, place], allow_unused=True)
                 d_q[:, :, place] = found[0]
                 d_k[:, :, low:high] += found[1]
@@ -241,18 +268,20 @@ class _AttendInBlocks(TensorFunction):
                     if new is not None:
                         before = d_trained[i]
                         d_trained[i] = new if before is None else before + new
+        if ctx.blocks is not None:
+            ctx.blocks.end()
         d_k, d_v = sums.own()
         return None, None, None, d_q, d_k.to(k.dtype), d_v.to(v.dtype), *d_trained
 
 
 def _key_heads(module: nn.Module, heads: int, key_heads: int) -> contextlib.AbstractContextManager[None]:
     """Let a module's attention function see the number of queries for each key that it is given."""
-    own = vars(module).get("num_key_value_groups")
+    own = vars(module).get(GROUPS)
     is_right = own is None or own * key_heads == heads
-    return contextlib.nullcontext() if is_right else temporarily(module, num_key_value_groups=heads // key_heads)
+    return contextlib.nullcontext() if is_right else temporarily(module, **{GROUPS: heads // key_heads})
 
 
-class _Replay:
+class ReplayedDraws:
     """Draws in backward what was drawn in forward, so that both drop the same probabilities."""
 
     def __init__(self, device: torch.device):

@@ -190,7 +190,9 @@ class ContextAttention:
         elif call.is_flash:
             output = over_whole_rows(call, q, k, v)
         elif call.mask.is_causal_alone and not (call.is_additive or call.is_flex or call.biases):
-            output = call.run(q, k, v, None, is_causal=True)
+            whole = (TokenRun(0, q.shape[2]),)
+            with call.at(call.score_blocks(q.device), whole, whole):
+                output = call.run(q, k, v, None, is_causal=True)
         else:
             output = self._over(call, parts.runs(length, 0, self.axes.cp.size), WholeKeys(None), q, k, v)
         return self._exchange.to_tokens(parts, output)
@@ -230,10 +232,8 @@ def _with_own_heads(call: AttentionCall, rank: int, ranks: int) -> AttentionCall
     """Return the call for the heads that a rank got in an exchange."""
     of_heads = {name: -3 for name in call.biases if call.options[name].shape[-3] > 1}
     of_heads |= {"s_aux": 0} if call.options.get("s_aux") is not None else {}
-    if not of_heads:
-        return call
     own = {name: call.options[name].chunk(ranks, dim)[rank] for name, dim in of_heads.items()}
-    return dataclasses.replace(call, options={**call.options, **own})
+    return dataclasses.replace(call, options={**call.options, **own}, heads=(rank, ranks))
 
 
 def stock_attention(module: nn.Module) -> tuple[StockAttention, str]:

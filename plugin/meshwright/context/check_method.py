@@ -65,12 +65,6 @@ def check_method(record: ContextRecord, plan: ParallelPlan) -> None:
                 "ParallelPlan.cp > 1 load the model with attn_implementation='sdpa', 'flash_attention_2', "
                 "'flex_attention' or 'eager'"
             )
-        elif any("dropout" in key and value for key, value in site.options.items()) and ring_size > 1:
-            raise PlanError(
-                f"{name} drops attention probabilities (dropout={site.options.get('dropout')}), and "
-                f"ParallelPlan.context={plan.context!r} computes them again in backward with other draws. Use "
-                "context='gather' or 'ulysses', or set the config's attention_dropout to 0"
-            )
         else:
             _try(site, name, plan, exchanges=exchange_size > 1, is_ring=ring_size > 1)
 

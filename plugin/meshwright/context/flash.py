@@ -37,6 +37,7 @@ from meshwright.context.masks import CausalBlock, Documents, causal_blocks
 from meshwright.errors import PlanError
 from meshwright.parallel.batch.flash_rows import borders_at, flash_function
 from meshwright.parallel.batch.schema import BORDERS
+from meshwright.parallel.draws.kernels import apart
 from meshwright.parallel.sequence_parts import TokenRun
 
 _WIDEST = 256  # channels of a head, on CUDA
@@ -213,7 +214,7 @@ def is_right(device: torch.device, dtype: torch.dtype, kernel: FlashKernel) -> b
     own_tensors = torch.autograd.graph.saved_tensors_hooks(_same, _same)  # checkpointing counts what its layer saves
     outside_of_the_pass = _disable_current_modes(), torch.inference_mode(False), torch.enable_grad(), own_tensors
     with contextlib.ExitStack() as stack:
-        for context in (*outside_of_the_pass, torch.autocast(device.type, enabled=False)):
+        for context in (apart(), *outside_of_the_pass, torch.autocast(device.type, enabled=False)):
             stack.enter_context(context)
         try:
             return _equals_plain_operations(device, dtype, kernel)

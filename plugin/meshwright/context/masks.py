@@ -359,6 +359,7 @@ class ContextMask:
                 function = torch.vmap(function, in_dims=place)
             found = function(row, head, q, inside)
         found = found.reshape(-1, 1, *found.shape[-2:]) if found.ndim > 2 else found[None, None]
+        found = found.expand(-1, -1, len(q), len(k))  # a function of queries alone, as that of encoders, has one column
         if self.padding is not None:
             found = found & self.padding[:, inside][:, None, None]
         result: Tensor = found if keys.stop <= self.length else found & (k < self.length)

@@ -11,18 +11,24 @@ Shape suffixes: B batch, K key heads, G queries for each key head, Q queries of 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.autograd import TensorFunction
-from meshwright.context.attend import AttentionCall, as_autocast
+from meshwright.context.attend import AttentionCall, ReplayedDraws, as_autocast
 from meshwright.context.key_exchange import RingKeys
 from meshwright.context.masks import ContextMask, query_blocks
+from meshwright.parallel.draws.device_draws import score_blocks
+from meshwright.parallel.draws.score_blocks import ScoreBlock, ScoreBlocks
 from meshwright.parallel.sequence_parts import TokenRun
+
+_Places = tuple[TokenRun, TokenRun]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,24 +40,31 @@ class RingCall:
         mask: the mask.
         scale: the factor of the scores.
         softcap: the bound of the scores, if the model has one.
+        dropout: the part of the probabilities that are dropped.
+        heads: which of the ranks that share the heads of a rank of tp has those of the call, and the number of these
+            ranks.
     """
 
     keys: RingKeys
     mask: ContextMask
     scale: float
     softcap: float | None = None
+    dropout: float = 0.0
+    heads: tuple[int, int] = (0, 1)
 
     @classmethod
     def of(cls, call: AttentionCall, keys: RingKeys, *, width: int) -> RingCall:
         """Return a call of a model's attention function as one over the ring; queries have ``width`` channels."""
-        return cls(keys=keys, mask=call.mask, scale=call.scale(width), softcap=call.options.get("softcap"))
+        scale, softcap = call.scale(width), call.options.get("softcap")
+        return cls(keys=keys, mask=call.mask, scale=scale, softcap=softcap, dropout=call.dropout, heads=call.heads)
 
     @property
     def runs(self) -> tuple[TokenRun, ...]:
         return self.keys.runs_of[self.keys.axis.rank]
 
-    def blocks(self, runs: tuple[TokenRun, ...]) -> Iterator[tuple[slice, slice, _BlockMask]]:
-        """Yield the blocks that keys of ``runs`` and this rank's queries share: queries, keys, and the mask.
+    def blocks(self, runs: tuple[TokenRun, ...]) -> Iterator[tuple[slice, slice, _BlockMask, _Places]]:
+        """Yield the blocks that keys of ``runs`` and this rank's queries share: queries, keys, the mask, and the places
+        of both in the sequence.
 
         The keys are places among the tokens of ``runs``. A block without a visible pair is left out.
         """
@@ -62,8 +75,26 @@ class RingCall:
                 start, stop = max(run.start, low), min(run.stop, high)
                 if start < stop:
                     keys = slice(offset + start - run.start, offset + stop - run.start)
-                    yield place, keys, self._mask(queries, TokenRun(start, stop - start))
+                    held = TokenRun(start, stop - start)
+                    yield place, keys, self._mask(queries, held), (queries, held)
                 offset += run.size
+
+    def kept(self, scores: Tensor, dtype: torch.dtype, places: _Places, drawn: ScoreBlocks | None) -> Tensor | None:
+        """Return the factors of a block's probabilities ``[B, K, G, Q, T]``, 0 where they are dropped; None for 1.
+
+        Args:
+            scores: the scores.
+            dtype: the dtype of the probabilities.
+            places: where the queries and the keys lie in the sequence.
+            drawn: what draws for the blocks; None if each draws for itself.
+        """
+        if not self.dropout:
+            return None
+        queries, keys = places
+        block = ScoreBlock((queries,), (keys,), self.heads)
+        with contextlib.nullcontext() if drawn is None else drawn.at(block):
+            ones = torch.ones_like(scores.flatten(1, 2), dtype=dtype)
+            return F.dropout(ones, self.dropout).view(scores.shape)
 
     def _mask(self, queries: TokenRun, keys: TokenRun) -> _BlockMask:
         mask = self.mask
@@ -123,17 +154,23 @@ class _Ring(TensorFunction):
             total = torch.full(grouped.shape[:-1], -torch.inf, dtype=dtype, device=q.device)
         else:
             total = sinks.to(dtype).view(1, k.shape[1], -1, 1).expand(grouped.shape[:-1]).contiguous()
+        ctx.replay = ReplayedDraws(q.device) if call.dropout else None
+        drawn = ctx.drawn = score_blocks(q.device) if call.dropout else None
         for runs, keys, values in call.keys.round(k, v):
-            for place, own, mask in call.blocks(runs):
+            for place, own, mask, places in call.blocks(runs):
                 scores, _ = _scores(call, grouped[..., place, :], keys[:, :, own], mask, dtype)
                 sums = scores.logsumexp(-1)
                 before = total[..., place]
                 after = torch.logaddexp(before, sums)
                 safe = after.masked_fill(after == -torch.inf, 0)  # a query that has seen no key
                 probabilities = (scores - safe[..., None]).exp().to(v.dtype)
+                if (kept := call.kept(scores, q.dtype, places, drawn)) is not None:
+                    probabilities *= kept
                 new = (probabilities @ values[:, :, None, own]).to(dtype)
                 output[..., place, :] = output[..., place, :] * (before - safe).exp()[..., None] + new
                 total[..., place] = after
+        if drawn is not None:
+            drawn.end()
         result = output.to(q.dtype)
         ctx.call = call
         ctx.save_for_backward(q, k, v, sinks, result, total)
@@ -141,6 +178,11 @@ class _Ring(TensorFunction):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        with ctx.replay or contextlib.nullcontext():
+            return _Ring._gradients(ctx, grad)
+
+    @staticmethod
+    def _gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         call = ctx.call
         q, k, v, sinks, output, total = ctx.saved_tensors
         dtype = total.dtype
@@ -152,12 +194,17 @@ class _Ring(TensorFunction):
         sums = call.keys.gradients(k, v, dtype)
         for runs, keys, values in call.keys.round(k, v):
             d_k, d_v = sums.of_block()
-            for place, own, mask in call.blocks(runs):
+            for place, own, mask, places in call.blocks(runs):
                 q_block, d_out = grouped[..., place, :], d_output[..., place, :]
                 scores, slope = _scores(call, q_block, keys[:, :, own], mask, dtype)
                 probabilities = (scores - total[..., place, None]).exp()
-                d_v[:, :, own] += (probabilities.to(v.dtype).transpose(-1, -2) @ d_out).sum(2)
-                d_scores = (d_out @ values[:, :, None, own].transpose(-1, -2)).to(dtype) - delta[..., place, None]
+                kept = call.kept(scores, q.dtype, places, ctx.drawn)
+                used = probabilities if kept is None else probabilities * kept
+                d_v[:, :, own] += (used.to(v.dtype).transpose(-1, -2) @ d_out).sum(2)
+                d_scores = (d_out @ values[:, :, None, own].transpose(-1, -2)).to(dtype)
+                if kept is not None:
+                    d_scores *= kept
+                d_scores -= delta[..., place, None]
                 d_scores *= probabilities * call.scale
                 if slope is not None:
                     d_scores *= slope
@@ -165,6 +212,8 @@ class _Ring(TensorFunction):
                 d_q[..., place, :] += d_scores @ keys[:, :, None, own]
                 d_k[:, :, own] += (d_scores.transpose(-1, -2) @ q_block).sum(2)
             sums.pass_on()
+        if ctx.drawn is not None:
+            ctx.drawn.end()
         d_k, d_v = sums.own()
         d_sinks = None
         if sinks is not None:

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from meshwright.checkpoint.one_device.save_pretrained import export_with_full_weights
 from meshwright.construct.initial_weights import NewTensors
+from meshwright.context.attend import GROUPS
 from meshwright.distribute.quantised import check_float8, check_quantised
 from meshwright.errors import AlreadyDistributedError, PlanError, UnreadableTensorError
 from meshwright.faults.together import succeed_together
@@ -177,11 +178,22 @@ def install(build: Build, optimizer: Optimizer | None, *, seed: int) -> None:
             wholes=build.wholes,
         )
     )
+    modules = build.of_decoder.names if build.draws_as_one_device else ()
+    before = {module: _read_of_sizes(module) for module in modules}
     done: list[Callable[[Build], None]] = []
     for feature in FEATURES:
         assert set(feature.after) <= set(done), f"{feature.install.__name__} is installed too early"
         feature.install(build)
         done.append(feature.install)
+    for module, values in before.items():
+        now = vars(module)
+        if changed := {name: x for name, x in values.items() if now.get(name) is not x or name == GROUPS}:
+            build.wholes[module] = changed
+
+
+def _read_of_sizes(module: nn.Module) -> dict[str, Any]:
+    """Return what a module has read from a config, such as its number of heads."""
+    return {name: x for name, x in vars(module).items() if not name.startswith("_")}
 
 
 def guard_weights(build: Build) -> None:

@@ -151,9 +151,8 @@ class Decision(Call):
     def draws_as_one_device(self) -> bool:
         """Whether each rank draws the random numbers of the whole batch, and keeps those of its rows."""
         plan = self.plan
-        is_known = plan.cp == plan.ep == plan.etp == 1 and self.config.engine is None
-        is_cut = plan.dp * plan.tp * plan.pp > 1 or plan.has_micro_batches
-        return self.config.draws == "device" and is_known and is_cut
+        is_cut = plan.dp * plan.cp * plan.tp * plan.pp > 1 or plan.has_micro_batches
+        return self.config.draws == "device" and self.config.engine is None and is_cut
 
     @property
     def head(self) -> Any:
@@ -201,7 +200,7 @@ class Build(Decision):
     Args:
         runtime: the state that the model will carry; it holds this rank's axes.
         device: the device of this rank's weights.
-        wholes: for the modules that tp lets read the sizes of a rank's part: what they had read of the whole.
+        wholes: for the modules that the plan lets read the sizes of a rank's part: what they had read of the whole.
     """
 
     runtime: Runtime

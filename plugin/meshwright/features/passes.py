@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from torch import nn
 
@@ -128,8 +127,6 @@ def cut_blocks(build: Build) -> None:
     if build.tensor_structure is None:
         return
     features = build.runtime.features
-    modules = build.of_decoder.names if build.draws_as_one_device else ()
-    before = {module: _read_of_sizes(module) for module in modules}
     blocks, region = install_tensor_parallel(
         build.tensor_structure,
         build.runtime.mesh.tp,
@@ -139,17 +136,8 @@ def cut_blocks(build: Build) -> None:
     )
     features.get(CompilableLayers).blocks = blocks
     features.get(HookedModules).whole = WholeHooks(build.tensor_structure, build.runtime.mesh.tp, region)
-    for module, values in before.items():
-        now = vars(module)
-        if changed := {name: x for name, x in values.items() if now.get(name) is not x}:
-            build.wholes[module] = changed
     if region is not None:
         features.add(region)
-
-
-def _read_of_sizes(module: nn.Module) -> dict[str, Any]:
-    """Return what a module has read from a config, such as its number of heads."""
-    return {name: x for name, x in vars(module).items() if not name.startswith("_")}
 
 
 def spread_experts(build: Build) -> None:

@@ -47,6 +47,7 @@ def part_tokens(build: Build) -> None:
     # that backward runs again does not see the row's mask.
     balances = build.plan.context != "ulysses" and not (is_staged or build.towers or build.mixers)
     region = ContextRegion(build.structure, build.context, attention.parts, runtime.streams, balances=balances)
+    runtime.draws.parted = region
     make_whole(site.module for site in build.context.sites if not site.kind.is_across)
     region.takes_padding = not any(float8_layers(build.facts))
     part_mixers(build.mixers, attention.parts, runtime.streams, runtime.features.find(RowDocuments))

@@ -10,7 +10,7 @@ which is equal on the ranks of an axis in their own streams too, and a half of i
 stream's seed from the seed of the current one; the switch back goes on with the next seed. torch keeps the seed in the
 CPU's random state. Activation checkpointing restores that state at a layer's start, so it replays the same masks.
 
-These streams hold with ``draws="rank"``, under cp and ep, and for what ``parallel/draws/`` cannot place.
+These streams hold with ``draws="rank"``, and for what ``parallel/draws/`` cannot place.
 ``generate`` starts with the random state of the first rank of tp.
 """
 

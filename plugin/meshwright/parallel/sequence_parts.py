@@ -216,14 +216,7 @@ class _Take(TensorFunction):
     @staticmethod
     def forward(ctx: Node, x: Tensor, runs: tuple[TokenRun, ...], dim: int, fill: float) -> Tensor:
         ctx.shape, ctx.dim, ctx.runs = x.shape, dim, runs
-        pieces = []
-        for run in runs:
-            piece = _within(x, dim, run)
-            if (missing := run.size - piece.shape[dim]) > 0:
-                after = x.ndim - 1 - dim
-                piece = F.pad(piece, (0, 0) * after + (0, missing), value=fill)
-            pieces.append(piece)
-        return torch.cat(pieces, dim)
+        return tokens_of(x, runs, dim, fill)
 
     @staticmethod
     def backward(ctx: Node, grad: Tensor) -> tuple[Tensor, None, None, None]:
@@ -232,6 +225,18 @@ class _Take(TensorFunction):
             target = _within(whole, ctx.dim, run)
             target.copy_(piece.narrow(ctx.dim, 0, target.shape[ctx.dim]))
         return whole, None, None, None
+
+
+def tokens_of(x: Tensor, runs: tuple[TokenRun, ...], dim: int, fill: float = 0) -> Tensor:
+    """Return the tokens of some runs along ``dim``, one after the other; padding has the value ``fill``."""
+    pieces = []
+    for run in runs:
+        piece = _within(x, dim, run)
+        if (missing := run.size - piece.shape[dim]) > 0:
+            after = x.ndim - 1 - dim
+            piece = F.pad(piece, (0, 0) * after + (0, missing), value=fill)
+        pieces.append(piece)
+    return torch.cat(pieces, dim)
 
 
 def _within(x: Tensor, dim: int, run: TokenRun) -> Tensor:

@@ -337,7 +337,7 @@ class ToDistributedConfig:
             optimizer's settings are compared in every step.
         draws: what a forward draws at random, such as the masks of dropout. "rank": each rank draws for what it
             computes, from a stream of its own. "device": what one device draws with the same seed, under all axes but
-            cp, ep and etp; each rank then draws for the whole batch, and keeps its part (docs/equality.md).
+            pp; each rank then draws for the whole batch, and keeps its part (docs/equality.md).
         logging_steps: number of steps from one status line to the next; None shows neither the card at the start nor
             lines. Rank 0 prints them: loss, norm, throughput, MFU, memory and the slowest rank; see docs/monitoring.md.
         logging_dir: folder of the file ``meshwright.jsonl``, to which rank 0 appends the figures of each line, for

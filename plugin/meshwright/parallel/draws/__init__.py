@@ -6,9 +6,12 @@ from a twin of the module with whole weights, which runs without values at the f
 the states at the start of the pass. A draw belongs to the innermost pass on its own stack, so those of other threads,
 of a model that calls itself, and those after an interrupted pass do not count for another. Recomputation finds the part
 of a draw by the state before it. A batch of sound of a new length needs no further pass without values where a rank has
-all of each row. What cannot be placed (a shape that depends on values or has several entries for each row, a kernel
-that draws inside, ranks with different states or numbers of rows, which are compared in the first 3 steps and every 50)
-is logged once, and from the next pass on the ranks draw streams of their own (``parallel/dropout_streams.py``).
+all of each row. A rank of cp keeps its tokens, and each block of attention its queries and keys.
+
+What cannot be placed (a shape that depends on values, or that has several entries for each row in an order that is not
+known, a kernel that draws inside, ranks with different states or numbers of rows, which are compared in the first 3
+steps and every 50) is logged once, and from the next pass on the ranks draw streams of their own
+(``parallel/dropout_streams.py``). They begin the next pass from one state, whatever each has drawn.
 
 The stages of a pipeline hand on the generators' states. The first micro-batch carries them from stage to stage, and the
 last stage tells all ranks how the pass has ended: 5 kB for each, between hosts. The other way, in which a stage draws
@@ -18,6 +21,8 @@ which arguments) shows whether any stage draws; if none does, and no rate of dro
 With the states travel two marks, by which all stages stop in the same pass if one of them cannot place a draw.
 
     device_draws.py  draws and keeps the part    part.py          which part a rank keeps
-    sites.py         the shape of each draw      kernels.py       the operations of torch that draw
-    stage_states.py  from stage to stage         drawing_time.py  tells what it costs
+    sites.py         the shape of each draw      row_order.py     the order of rows in a dim
+    stage_states.py  from stage to stage         score_blocks.py  blocks of attention, of one draw
+    sampling.py      the tokens of generate      drawing_time.py  tells of the cost
+    kernels.py       the operations of torch that draw
 """

@@ -38,11 +38,22 @@ from meshwright.parallel.batch.items import BatchFormat
 from meshwright.parallel.batch.schema import BatchSchema
 from meshwright.parallel.batch.share import share_of
 from meshwright.parallel.draws.drawing_time import DrawingTime
-from meshwright.parallel.draws.kernels import Call, digest_of, generator_of, generators_of, hand_draws_to, identity_of
+from meshwright.parallel.draws.kernels import (
+    Call,
+    advance,
+    apart,
+    digest_of,
+    generator_of,
+    generators_of,
+    hand_draws_to,
+    identity_of,
+)
 from meshwright.parallel.draws.part import DrawnPart, draw_part, is_dense, part_of
 from meshwright.parallel.draws.sampling import Generation, RowDraws, samples_tokens
+from meshwright.parallel.draws.score_blocks import ScoreBlock, ScoreBlocks, running_block
 from meshwright.parallel.draws.sites import BatchSizes, DrawSites, Lines, lines_to, words_for
 from meshwright.parallel.dropout_streams import DropoutStreams, Restore, is_capturing
+from meshwright.parallel.sequence_parts import Parted, SequenceParts
 from meshwright.temporarily import temporarily
 
 logger = logging.getLogger(__name__)
@@ -51,6 +62,8 @@ _RANK = "ToDistributedConfig(draws='rank')"  # what to write instead
 _CURE = f"Seed all ranks alike, torch.manual_seed(0), and draw on all ranks alike between the steps; or pass {_RANK}"
 _MOST = 2**15  # draws whose parts are known again when backward computes a layer again
 _FIRST, _EVERY = 3, 50  # the first steps, in which the ranks compare their random states, and every so many
+
+_Parts = dict[ScoreBlock | None, tuple[DrawnPart | None, torch.Size]]  # by the block that draws
 
 
 @dataclass
@@ -69,6 +82,7 @@ class _Pass:
         frame: the frame that runs it, which a draw of the pass has on its stack.
         generation: the call of ``generate`` that it is, or that has called it; None outside of one.
         carried: the generators whose states travel through the stages of a pipeline; None without stages.
+        begun: the states of torch's generators before the pass.
         part: which of this rank's rows run now; None for all.
         drew: how often it has drawn.
         is_seen: whether all that it has drawn was seen.
@@ -85,6 +99,7 @@ class _Pass:
     thread: int = field(default_factory=threading.get_ident)
     states: dict[Generator, Tensor] = field(default_factory=dict)
     carried: Collection[int] | None = None
+    begun: dict[Generator, Tensor] = field(default_factory=dict)
     part: range | None = None
     drew: int = 0
     is_seen: bool = True
@@ -147,20 +162,22 @@ class _Drawing:
         self.last: dict[Generator, bytes] = {}
         self.is_looking = False  # whether a pass without values runs, of which threads may draw
         self.lock = threading.RLock()  # so that a digest is that of the state after a draw
-        # By the generator's state before a draw: the part of the draw, and the shape of what a rank keeps. Backward
-        # computes a layer again from the same state. The micro-batches of a pass begin from one state. All except the
-        # last run their backward at once, or in a pipeline later, so there each has parts of its own.
-        self.parts: dict[tuple[bytes, int | None], tuple[DrawnPart, torch.Size]] = {}
+        # By the generator's state before a draw: the part of the draw, None if it is not known, and the shape of what a
+        # rank keeps. Backward computes a layer again from the same state. The micro-batches of a pass begin from one
+        # state. All except the last run their backward at once, or in a pipeline later, so there each has its own.
+        self.parts: dict[tuple[bytes, int | None], _Parts] = {}
         self.micro_batch: int | None = None  # the one of a pipeline that runs
         self.of_rows: MutableMapping[Generator, RowDraws] = weakref.WeakKeyDictionary()  # the program's own
 
     def keep(self, state: bytes, part: DrawnPart | None, shape: torch.Size) -> None:
-        """Keep the part of a draw; None for a whole one, as of another pass of a program that seeds again."""
-        self.parts.pop((state, self.micro_batch), None)
-        if part is not None:
-            while len(self.parts) >= _MOST:
-                del self.parts[next(iter(self.parts))]
-            self.parts[state, self.micro_batch] = part, shape
+        of_state = self.parts.pop((state, self.micro_batch), {})
+        while len(self.parts) >= _MOST:
+            del self.parts[next(iter(self.parts))]
+        self.parts[state, self.micro_batch] = {**of_state, running_block(): (part, shape)}
+
+    def of_state(self, generator: Generator) -> _Parts:
+        """Return the parts of the draws that were made from a generator's state, by the blocks that drew."""
+        return self.parts.get((digest_of(generator), self.micro_batch), {}) if self.parts else {}
 
     def innermost(self, frame: FrameType | None) -> tuple[DeviceDraws, _Pass] | None:
         """Return the pass that has called a frame."""
@@ -206,10 +223,9 @@ class _Drawing:
         if given is not None and (rows := self.of_rows.get(given)) is not None:
             return rows.draw(kernel, args, kwargs)
         if in_backward():
-            state = digest_of(generator_of(args, kwargs)) if self.parts else b""
-            part, shape = self.parts.get((state, self.micro_batch), (None, None))
-            is_known = part is not None and kwargs.get("out", args[0]).shape == shape
-            return draw_part(part, kernel, args, kwargs) if part and is_known else kernel(*args, **kwargs)
+            part, shape = self.of_state(generator_of(args, kwargs)).get(running_block(), (None, None))
+            is_known = kwargs.get("out", args[0]).shape == shape
+            return draw_part(part, kernel, args, kwargs) if is_known else kernel(*args, **kwargs)
         if not self.passes:
             return kernel(*args, **kwargs)
         draw: Callable[[], Any] = functools.partial(kernel, *args, **kwargs)
@@ -284,6 +300,7 @@ class DeviceDraws:
         self._prompts = ""  # a digest of what generate has sampled for, other than the loader's batches
         self._stops = False  # whether a stage waits until all stages of its pipeline stop
         self._cost = DrawingTime(_RANK)
+        self.parted: Parted | None = None  # what knows which tokens this rank of cp has
 
     @property
     def moment(self) -> str:
@@ -297,11 +314,11 @@ class DeviceDraws:
             return ()
         moment = self._moment if self.is_on else "draws for itself"
         what = "what draws='device' draws from (the random state, the rows of the last batch)"
-        advice = f"The ranks of tp hold the same activations, for which they must draw the same. {_CURE}"
+        advice = f"Ranks of tp and cp hold the same activations, for which they must draw the same. {_CURE}"
         return (Statement(text=moment, details=lambda: {what: moment}, advice=advice),)
 
     def look(self, guard: Guard, device: torch.device) -> None:
-        """Look at the random state before a pass. Ranks of tp hold the same activations, and draw the same for these.
+        """Look at the random state before a pass. Ranks of tp and cp draw the same for the activations that all hold.
 
         Args:
             guard: the guard.
@@ -309,15 +326,16 @@ class DeviceDraws:
         """
         if not self.is_on or is_capturing(device):
             return
-        tp, is_first = self._mesh.tp, self._state is None
+        axes, is_first = [x for x in (self._mesh.cp, self._mesh.tp) if x.size > 1], self._state is None
         self._state = b"".join(map(digest_of, generators_of(device).values())).hex()
-        if tp.size > 1 and is_first and guard.is_current:
-            self._compare(guard, tp, self._state)
+        if is_first and axes and guard.is_current:
+            for axis in axes:
+                self._compare(guard, axis, self._state)
             if (pp := self._mesh.pp).size > 1 and not guard.agree("draws", f"{not self._stops}", group=pp.group):
                 self._stops = True
             if self._stops:
                 self.stop()  # all stages alike, before they draw
-        self._moment = f"{self._state} after {self._rows} rows" if tp.size > 1 and self._has_drawn else ""
+        self._moment = f"{self._state} after {self._rows} rows" if axes and self._has_drawn else ""
 
     def meet_over(self, guard: Guard, axis: Axis) -> None:
         """Compare what ranks draw from and for how many rows, where they reduce their gradients: in the first steps
@@ -374,6 +392,7 @@ class DeviceDraws:
         _process.begin(self, current)
         restore = None if self.is_on else self._streams.enter_model(device, trains=trains)
         if self.is_on:
+            current.begun = {generator: generator.get_state() for generator in generators_of(device).values()}
             self._streams.count(trains=trains)
         if trains and self.is_on:
             self._cost.begin()
@@ -516,13 +535,15 @@ class DeviceDraws:
 
         def draw() -> Any:
             state = digest_of(generator)
-            if part is None or part.is_whole:
-                _process.keep(state, None, x.shape)
+            if part is not None and part.is_whole:
+                # Of another pass from the same state, as of a program that seeds again.
+                _process.parts.pop((state, _process.micro_batch), None)
                 return kernel(*args, **kwargs)  # which backward repeats if it computes the layer again
             start = time.perf_counter()
             _process.keep(state, part, x.shape)
             drawn = draw_part(part, kernel, args, kwargs)
-            self._cost.add((time.perf_counter() - start) * (1 - x.numel() / math.prod(part.shape)))
+            if part is not None:
+                self._cost.add((time.perf_counter() - start) * (1 - x.numel() / math.prod(part.shape)))
             return drawn
 
         return draw
@@ -559,11 +580,15 @@ class DeviceDraws:
             return DrawnPart(tuple(x.shape), ())
         if not is_dense(x):
             return None
-        sizes, tp = current.sizes, self._mesh.tp
-        of = functools.partial(part_of, rows=current.rows, total=current.total, lengths=sizes.lengths, tp=tp)
+        sizes, tp, cp = current.sizes, self._mesh.tp, self._mesh.cp
+        parts_of_rows = SequenceParts(cp) if self.parted is None else self.parted.parts
+        of = functools.partial(
+            part_of, rows=current.rows, total=current.total, lengths=sizes.lengths, tp=tp, parts=parts_of_rows,
+            block=running_block(),
+        )  # fmt: skip
         for _ in range(2):
-            forms = self._sites.find(lines, sizes)
-            if forms == {None} and tp.size == 1:  # a rank has all of a row, whatever its sizes
+            forms = self._sites.find(lines, sizes, is_inner=running_block() is not None)
+            if forms == {None} and tp.size * cp.size == 1:  # a rank has all of a row, whatever its sizes
                 forms = self._sites.find_alike(lines, sizes, x.shape, len(current.rows))
             parts = {of(form, x.shape) for form in forms if form is not None and len(form) == x.ndim} - {None}
             if len(parts) == 1 and None not in forms:
@@ -579,7 +604,7 @@ class DeviceDraws:
         return None
 
     def _tell_of_unplaced(self, lines: Lines, x: Tensor) -> None:
-        """Tell that a draw cannot be placed. All ranks draw the same until the pass has ended."""
+        """Tell that a draw cannot be placed. The ranks have the same states again after it, and after the pass."""
         why = "" if self._sites.failure is None else f" ({self._sites.failure})"
         self._tell_once(
             "unplaced",
@@ -604,6 +629,11 @@ class DeviceDraws:
             )  # fmt: skip
             self._is_known = False
         if not self._is_known:
+            for generator, state in current.begun.items():  # some ranks may have drawn more often
+                generator.set_state(state)
+                with apart():
+                    advance(generator)
+            _process.follow(current.device)
             self._stop()
 
     def _stop(self) -> None:
@@ -625,3 +655,26 @@ class DeviceDraws:
         if about not in self._logged:
             self._logged.add(about)
             logger.warning(text, *values)  # perhaps on this rank alone; equal texts are printed once
+
+
+def score_blocks(device: torch.device) -> ScoreBlocks | None:
+    """Return what draws for the blocks of an attention that runs now; None if each draws for itself.
+
+    Args:
+        device: the device of the scores.
+    """
+    generators = generators_of(device).values()
+    if in_backward():  # which restores the state of the pass that runs, if one does
+        known = [_process.of_state(generator) for generator in generators]
+        is_on = any(block is not None for parts in known for block in parts)
+    else:
+        found = _process.innermost(sys._getframe(1))
+        is_on = found is not None and found[0].is_on
+        if is_on:
+            _process.see(device)
+
+    def follow() -> None:
+        if not in_backward():
+            _process.follow(device)
+
+    return ScoreBlocks({x: x.get_state() for x in generators}, follow) if is_on else None

@@ -115,6 +115,11 @@ def identity_of(generator: Generator) -> int:
     return number
 
 
+def advance(generator: Generator) -> None:
+    """Draw one number, inside of :func:`apart`."""
+    torch.empty((), device=generator.device).uniform_(generator=generator)
+
+
 def digest_of(generator: Generator) -> bytes:
     """Return a digest of a generator's state."""
     return hashlib.blake2b(generator.get_state().numpy().data, digest_size=8).digest()

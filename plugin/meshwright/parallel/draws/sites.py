@@ -27,6 +27,7 @@ from meshwright.errors import PACKAGES, PlanError
 from meshwright.layout.tensor_layout import layout_if_any
 from meshwright.parallel.batch.schema import CACHES, TOKENS, BatchSchema
 from meshwright.parallel.draws.kernels import apart
+from meshwright.parallel.draws.row_order import RowOrder
 from meshwright.parallel.fake_passes.fake_pass import run_again_without_values
 from meshwright.parallel.foreign_hooks import hook_tables
 from meshwright.parallel.method_chain import find_chain
@@ -45,10 +46,12 @@ _CHOICE = torch.ops.aten._fused_sdp_choice.default  # which draws nothing
 
 
 class _Drawn(NamedTuple):
-    """A draw of a module: its shape, and the numbers among its arguments, such as the bounds of ``torch.randint``."""
+    """A draw of a module: its shape, the numbers among its arguments, such as the bounds of ``torch.randint``, and the
+    dim that has all entries of each row one after the other, if one is known."""
 
     shape: tuple[int, ...]
     numbers: tuple[float, ...]
+    ordered: int | None
 
 
 _Found = dict[Lines, list[_Drawn]]  # the draws at some lines, in their order
@@ -115,12 +118,19 @@ class _SeenDraws:
     forms: dict[Lines, set[Form | None]] = field(default_factory=lambda: defaultdict(set))
     tried: set[Lines] = field(default_factory=set)
 
-    def find(self, lines: Lines) -> set[Form | None]:
-        """Return the forms of the draws at some lines, with None if some are not known."""
+    def find(self, lines: Lines, *, is_inner: bool) -> set[Form | None]:
+        """Return the forms of the draws at some lines, with None if some are not known.
+
+        Args:
+            lines: the lines.
+            is_inner: whether a function that these call may draw, in whose place the runtime draws.
+        """
         for count in range(len(lines), 0, -1):
             if (forms := self.forms.get(lines[:count])) is not None:
                 return forms
-        return {None}
+        places = [place for place in self.forms if is_inner and place[1:] == lines[: len(place) - 1]]
+        most = max(map(len, places), default=0)
+        return set().union(*(self.forms[place] for place in places if len(place) == most)) if most > 1 else {None}
 
 
 class DrawSites:
@@ -138,10 +148,16 @@ class DrawSites:
         self.failure: str | None = None
         self._seen: dict[Hashable, _SeenDraws] = {}
 
-    def find(self, lines: Lines, sizes: BatchSizes) -> set[Form | None]:
-        """Return the forms of the draws at some lines in a batch of some sizes, with None if some are not known."""
+    def find(self, lines: Lines, sizes: BatchSizes, *, is_inner: bool = False) -> set[Form | None]:
+        """Return the forms of the draws at some lines in a batch of some sizes, with None if some are not known.
+
+        Args:
+            lines: the lines.
+            sizes: the sizes of the batch.
+            is_inner: whether a function that these call may draw, in whose place the runtime draws.
+        """
         seen = self._seen.get(sizes.others)
-        return {None} if seen is None else seen.find(lines)
+        return {None} if seen is None else seen.find(lines, is_inner=is_inner)
 
     def find_alike(self, lines: Lines, sizes: BatchSizes, own: Sequence[int], rows: int) -> set[Form | None]:
         """Return the form of a draw in a batch of a new kind, as of sound of another length, in which a rank has all
@@ -155,7 +171,7 @@ class DrawSites:
         """
         if sizes.others in self._seen:
             return {None}
-        found = [seen.find(lines) for seen in self._seen.values()]
+        found = [seen.find(lines, is_inner=False) for seen in self._seen.values()]
         known = [forms for forms in found if forms != {None}]
         dims = {tuple(dim.has_rows for dim in form) if form else () for forms in known for form in forms}
         if len(known) < 2 or len(dims) > 1 or len(has_rows := dims.pop()) != len(own):
@@ -183,7 +199,8 @@ class DrawSites:
         twin = whole_twin(module, {code for code, _ in lines}, self.wholes)
         once, self.failure = _draws_of(twin, schema.batch)
         doubled = schema.twice()
-        others = [_draws_of(twin, doubled)[0]]
+        of_rows = [doubled[name] for name, x in schema.batch.items() if _begins_with_rows(schema, name, x)]
+        others = [_draws_of(twin, doubled, RowOrder(of_rows, 2 * schema.rows))[0]]
         are_rows_known = schema.rows > 0 and _are_doubled(schema.batch, doubled, schema.rows)
         names = [name for name, length in sizes.lengths.items() if length > 1]
         others += [_draws_of(twin, _shorter(schema, sizes.lengths[name]))[0] for name in names]
@@ -212,6 +229,11 @@ def _are_doubled(x: Any, twice: Any, rows: int) -> bool:
         are_items = has_tensors and len(twice) == len(x)
         return len(twice) == 2 * len(x) or (are_items and all(map(_are_doubled, x, twice, [rows] * len(x))))
     return x is None or isinstance(x, int | float | str)
+
+
+def _begins_with_rows(schema: BatchSchema, name: str, x: object) -> bool:
+    is_tensor = isinstance(x, Tensor) and x.ndim > 0
+    return is_tensor and schema.row_dim(name, x) == (0, range(schema.rows + 1))
 
 
 def _has_tokens(name: str, x: Tensor, rows: int) -> bool:
@@ -280,7 +302,8 @@ def _form(once: _Drawn, others: Sequence[_Drawn], sizes: BatchSizes, names: Sequ
         twice, *shorter = (other.shape[dim] for other in others)
         has_rows = twice != size
         # Of several entries for each row, the shape does not show whether those of a row follow each other.
-        if has_rows and (size != sizes.rows or twice != 2 * size):
+        is_ordered = size == sizes.rows or (others[0].ordered == dim and size % sizes.rows == 0)
+        if has_rows and (twice != 2 * size or not is_ordered):
             return None
         entries, fewer = (size // sizes.rows, sizes.rows) if has_rows else (size, 1)
         grown = {name: entries - other // fewer for name, other in zip(names, shorter, strict=True) if other != size}
@@ -292,10 +315,10 @@ def _form(once: _Drawn, others: Sequence[_Drawn], sizes: BatchSizes, names: Sequ
     return tuple(found) if sum(dim.has_rows for dim in found) < 2 else None
 
 
-def _draws_of(twin: nn.Module, batch: Mapping[str, Any]) -> tuple[_Found, str | None]:
+def _draws_of(twin: nn.Module, batch: Mapping[str, Any], order: RowOrder | None = None) -> tuple[_Found, str | None]:
     """Return what a module draws, and why the pass has ended early, if it has."""
     batch = {name: _apart(x) if name in CACHES else x for name, x in batch.items()}
-    watch = _DrawWatch()
+    watch = _DrawWatch(order or RowOrder((), 1))
     failures: list[str | None] = [None]
 
     def run() -> None:
@@ -328,7 +351,15 @@ def _apart(value: Any) -> Any:
 
 
 class _DrawWatch(TorchDispatchMode):
-    """Sees all draws."""
+    """Sees all draws.
+
+    Args:
+        order: what follows the rows of the batch.
+    """
+
+    def __init__(self, order: RowOrder) -> None:
+        super().__init__()
+        self._order = order
 
     def __enter__(self) -> Self:
         self.found: _Found = defaultdict(list)
@@ -347,10 +378,12 @@ class _DrawWatch(TorchDispatchMode):
         if is_draw and kwargs.get("generator") is not None:
             kwargs["generator"] = None  # with which torch has no form of some
         result = func(*args, **kwargs)
+        self._order.follow(func, args, result)
         if is_draw:
             drawn = result[0] if isinstance(result, tuple) else result
             numbers = tuple(x for x in (*args, *kwargs.values()) if type(x) in (int, float))
-            self.found[lines_to(sys._getframe(1))].append(_Drawn(tuple(drawn.shape), numbers))
+            ordered = self._order.of(drawn)
+            self.found[lines_to(sys._getframe(1))].append(_Drawn(tuple(drawn.shape), numbers, ordered))
         return result
 
 
@@ -412,11 +445,12 @@ def whole_twin(root: nn.Module, hooked: set[CodeType], wholes: Mapping[nn.Module
             value = getattr(value, "__wrapped__", value) if _is_of_runtime(value) else value
             if name not in values and not _is_of_runtime(value):
                 values[name] = of(value)
-        if find_chain(module) is not None:
-            del values["forward"]
-            function: Callable[..., Any] = without_replacements(module, "forward")
-            if function is not getattr(type(module).forward, "__func__", type(module).forward):
-                values["forward"] = MethodType(function, new)
+        for name in [name for name in own if find_chain(module, name) is not None]:
+            del values[name]
+            function: Callable[..., Any] = without_replacements(module, name)
+            of_class = getattr(type(module), name)
+            if function is not getattr(of_class, "__func__", of_class):
+                values[name] = MethodType(function, new)
         return new
 
     found: nn.Module = twin(root)

@@ -304,7 +304,7 @@ class ForwardState:
             with torch._C.DisableTorchFunctionSubclass():  # read tensor subclasses as plain tensors
                 statement = compared.statement(module, inputs)
             others = (*statements, *self.hooked.statements) if compared.axis.name != "pp" else self._of_stages()
-            of_draws = self.draws.statements if compared.axis.name == "tp" else ()
+            of_draws = self.draws.statements if compared.axis.name in ("tp", "cp") else ()
             guard.meet(place, compared.axis.group, *of_batch, statement, *others, *of_draws)
             with torch._C.DisableTorchFunctionSubclass():
                 compared.gather(inputs, guard.step)
