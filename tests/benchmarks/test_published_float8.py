@@ -27,7 +27,7 @@ def answer(gpu: str, profile: HardwareProfile | None = None, precision: str = "f
     """What a plan for a device prints: the warnings, and the notes."""
     job = Job(seq_len=2048, global_batch=8, precision=precision)  # type: ignore[arg-type]
     space = Space(shape=SHAPE, cluster=Cluster(device=device(gpu), gpus=8), job=job)
-    found = weigh(space, profile, [Candidate(shard=8, zero_stage=1)])
+    found = weigh(space, profile, [Candidate(dp=8, zero_stage=1)])
     return " ".join(warnings(found)), " ".join(notes(found))
 
 

@@ -121,15 +121,15 @@ def test_reasons_against_stages() -> None:
 def test_a_budget_decides(pool2: Any) -> None:
     """Just below what the first plan needs it is not picked, and what is picked fits."""
     free, _ = pool2.run(picked, {})[0]
-    simplest = Candidate(replicate=2, micro_batch=4)
+    simplest = Candidate(dp=2, micro_batch_size=4)
     assert (free["dp"], free["zero_stage"], free["micro_batch_size"]) == (2, 0, None)
     budget = needs(simplest) - 1
     tight, losses = pool2.run(picked, {"memory_budget": budget})[0]
     assert tight != free
     micro = tight["micro_batch_size"] or ROWS // tight["dp"]
     chosen = Candidate(
-        shard=tight["dp"], tp=tight["tp"], sequence_parallel=tight["sequence_parallel"], micro_batch=micro,
-        accumulation=ROWS // tight["dp"] // micro, zero_stage=tight["zero_stage"], recompute=tight["recompute"],
+        dp=tight["dp"], tp=tight["tp"], sequence_parallel=tight["sequence_parallel"], micro_batch_size=micro,
+        gradient_accumulation_steps=ROWS // tight["dp"] // micro, zero_stage=tight["zero_stage"], recompute=tight["recompute"],
     )  # fmt: skip
     assert needs(chosen) <= budget
     assert losses == pytest.approx(picked({})[1], rel=1e-5)  # the same batch, in other pieces
@@ -142,10 +142,10 @@ def test_the_leanest_plan_on_request(pool2: Any) -> None:
     spread = {"shard": lean["dp"], "zero_stage": lean["zero_stage"]}
     micro = lean["micro_batch_size"] or ROWS // lean["dp"]
     chosen = Candidate(
-        **spread, tp=lean["tp"], sequence_parallel=lean["sequence_parallel"], micro_batch=micro,
-        accumulation=ROWS // lean["dp"] // micro, recompute="full",
+        **spread, tp=lean["tp"], sequence_parallel=lean["sequence_parallel"], micro_batch_size=micro,
+        gradient_accumulation_steps=ROWS // lean["dp"] // micro, recompute="full",
     )  # fmt: skip
-    others = [Candidate(shard=2, zero_stage=1, micro_batch=size, accumulation=4 // size, recompute="full")
+    others = [Candidate(dp=2, zero_stage=1, micro_batch_size=size, gradient_accumulation_steps=4 // size, recompute="full")
               for size in (1, 2, 4)]  # fmt: skip
     assert all(needs(chosen) <= needs(other) for other in others)
 
@@ -208,13 +208,13 @@ def test_a_stream_tells_no_length(pool2: Any) -> None:
 def test_an_optimizer_that_may_not_be_sharded_decides_too(pool2: Any) -> None:
     plan, _ = pool2.run(picked, {}, OfOneNorm)[0]
     assert (plan["tp"], plan["zero_stage"]) == (1, 0)
-    budget = {"memory_budget": needs(Candidate(replicate=2, micro_batch=4)) - 1}
+    budget = {"memory_budget": needs(Candidate(dp=2, micro_batch_size=4)) - 1}
     plan, _ = pool2.run(picked, budget, Lamb)[0]  # one rank steps each parameter whole
     assert (plan["tp"], plan["zero_stage"]) == (1, 1)
 
 
 def test_the_state_of_the_given_optimizer_is_counted(pool2: Any) -> None:
-    budget = {"memory_budget": needs(Candidate(replicate=2, micro_batch=4)) - 1}  # too little for AdamW's
+    budget = {"memory_budget": needs(Candidate(dp=2, micro_batch_size=4)) - 1}  # too little for AdamW's
     free, _ = pool2.run(picked, {})[0]
     assert pool2.run(picked, budget)[0][0] != free and pool2.run(picked, budget, torch.optim.SGD)[0][0] == free
 
@@ -245,11 +245,15 @@ def test_what_an_optimizer_keeps_is_found_by_trial_steps(name: str, make: Any) -
 
 def test_a_saved_plan(tmp_path: Path, pool2: Any) -> None:
     path = tmp_path / "plan.yaml"
-    save_plan(Candidate(tp=2, sequence_parallel=True, micro_batch=4, accumulation=2), path, comment="by hand")
+    save_plan(
+        Candidate(tp=2, sequence_parallel=True, micro_batch_size=4, gradient_accumulation_steps=2),
+        path,
+        comment="by hand",
+    )
     plan, losses = pool2.run(picked, {"plan": str(path)})[0]
     assert (plan["tp"], plan["sequence_parallel"], plan["micro_batch_size"]) == (2, True, 4)
     assert losses == pytest.approx(picked({})[1], rel=1e-5)
-    save_plan(Candidate(pp=2, schedule="zbv", chunks=2, accumulation=4), path)
+    save_plan(Candidate(pp=2, schedule="zbv", chunks=2, gradient_accumulation_steps=4), path)
     fields = {"pp": 2, "schedule": "zbv", "micro_batch_size": 1}
     assert given_plan(mw.ToDistributedConfig(plan=path)) == mw.ParallelPlan(**fields)
     save_plan(Candidate(shard=2, replicate=2, zero_stage=1), path)
@@ -264,7 +268,7 @@ def test_input_spec_stands_for_the_loader(tight: bool, caplog: pytest.LogCapture
     """One process is told of its plan if memory has decided it, since it has no sizes to choose."""
     model = build("llama", **SIZES).train()
     spec = {"input_ids": ((ROWS, LENGTH), torch.int64)}
-    budget = needs(Candidate(micro_batch=ROWS)) - 1 if tight else None
+    budget = needs(Candidate(micro_batch_size=ROWS)) - 1 if tight else None
     config = mw.ToDistributedConfig(input_spec=spec, memory_budget=budget)
     model, _, _ = mw.to_distributed(model, None, None, config=config)
     plan = mw.plan_of(model)
@@ -327,5 +331,7 @@ def test_reading_rows_to_measure_them_leaves_the_random_state() -> None:
 
 def test_footprint_is_what_the_budget_is_held_against() -> None:
     shape = describe(build("llama", **SIZES).config)
-    held = footprint(shape, Candidate(micro_batch=8), Job(seq_len=LENGTH, global_batch=8, on_cpu=True).in_32_bits())
-    assert needs(Candidate(micro_batch=8)) == pytest.approx(held.peak + 0.4e9)
+    held = footprint(
+        shape, Candidate(micro_batch_size=8), Job(seq_len=LENGTH, global_batch=8, on_cpu=True).in_32_bits()
+    )
+    assert needs(Candidate(micro_batch_size=8)) == pytest.approx(held.peak + 0.4e9)

@@ -92,11 +92,11 @@ def test_the_planners_own_words(plan: Candidate) -> None:
         plan = dataclasses.replace(plan, schedule="1f1b", stages=None)
     if plan.context != "hybrid" or plan.cp == 1:
         plan = dataclasses.replace(plan, ulysses=None, context="ring" if plan.context == "hybrid" else plan.context)
-    if plan.recomputed is not None and plan.recompute != "full":
+    if plan.recomputed_layers is not None and plan.recompute != "full":
         return
     sharing = plan.sequence_parallel and plan.tp > 1  # the label has no sequence parallelism of one rank
     wanted = plan.fields() | {"sequence_parallel": sharing, "recompute": plan.recompute}
-    if plan.accumulation == 1:
+    if plan.gradient_accumulation_steps == 1:
         wanted["micro_batch_size"] = None
     if plan.cp > 1 and plan.context == "gather":
         wanted.pop("context")  # by default
@@ -260,12 +260,12 @@ def test_a_saved_plan_reads_back(fields: dict[str, Any]) -> None:
 
     accumulation = 2 if fields.get("micro_batch_size") else 1
     plan = Candidate(
-        shard=fields["dp"],
+        dp=fields["dp"],
         tp=fields["tp"],
         sequence_parallel=fields["sequence_parallel"],
         zero_stage=fields["zero_stage"],
-        micro_batch=fields.get("micro_batch_size", 1),
-        accumulation=accumulation,
+        micro_batch_size=fields.get("micro_batch_size", 1),
+        gradient_accumulation_steps=accumulation,
         recompute=fields["recompute"],
     )
     with tempfile.TemporaryDirectory() as folder:

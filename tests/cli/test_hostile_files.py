@@ -35,7 +35,7 @@ from meshwright_hf.cluster_files import kubernetes, ray, skypilot, slurm
 from meshwright_hf.cluster_files.cluster_job import ClusterJob
 from meshwright_hf.launch.launcher import accelerate_config
 
-PLAN = Candidate(shard=2, tp=1, micro_batch=1, accumulation=1)
+PLAN = Candidate(dp=2, tp=1, micro_batch_size=1, gradient_accumulation_steps=1)
 ENDS = [*"\n\r\x0b\x0c\x1c\x85\u2028\u2029\\'\ud800\ufeff", '"""', "\x1b[31m"]
 
 

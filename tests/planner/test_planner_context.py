@@ -77,7 +77,7 @@ def test_families_whose_attention_cannot_be_split() -> None:
 
 def test_context_and_pipeline_parallelism_together() -> None:
     """Each rank of cp sends its own tokens from stage to stage, and holds the activations of its own tokens."""
-    stages, parts = Candidate(pp=2, accumulation=4), Candidate(cp=4, context="ring")
+    stages, parts = Candidate(pp=2, gradient_accumulation_steps=4), Candidate(cp=4, context="ring")
     both = dataclasses.replace(stages, cp=4, context="ring")
     assert both.runs_today and boundary_bytes(EIGHT, both, LONG) == boundary_bytes(EIGHT, stages, LONG) / 4
     # The first of two stages holds two micro-batches of half the layers.
@@ -112,7 +112,9 @@ def test_what_each_method_sends() -> None:
 def steps(shape: ModelShape) -> dict[str, StepTime]:
     """The step of each method, and "other" for the ring of other libraries."""
     of = shape, Cluster(device=device("h100-sxm"), gpus=8), Coefficients()
-    plans = {name: Candidate(cp=8, context=name, accumulation=4) for name in ("gather", "ulysses", "ring")}
+    plans = {
+        name: Candidate(cp=8, context=name, gradient_accumulation_steps=4) for name in ("gather", "ulysses", "ring")
+    }
     found = {name: StepModel(*of).step(plan, LONG) for name, plan in plans.items()}
     job = OtherJob(seq_len=LONG.seq_len, global_batch=LONG.global_batch)
     return {**found, "other": OtherModel(*of).step(plans["ring"], job)}

@@ -142,7 +142,7 @@ def test_equal_plans_are_one_row() -> None:
 
 
 def test_weights_without_masters_are_said() -> None:
-    plans = [Candidate(replicate=8, micro_batch=1), Candidate(shard=8, zero_stage=1, micro_batch=1)]
+    plans = [Candidate(dp=8, micro_batch_size=1), Candidate(dp=8, zero_stage=1, micro_batch_size=1)]
     small = dataclasses.replace(JOB, global_batch=8)
     assert any("zero0 updates the 16-bit weights" in note for note in notes(weigh(space(job=small), None, plans)))
     whole = small.in_32_bits()

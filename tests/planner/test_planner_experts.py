@@ -108,7 +108,7 @@ def test_a_rank_holds_its_share_of_the_experts(dp: int, tp: int, ep: int, copies
 
 def test_kept_activations_are_those_of_the_routed_rows() -> None:
     """The formula of the study, T k (2 H + 3 I) b, with a load above the mean."""
-    plan = Candidate(shard=8, zero_stage=1, ep=8)
+    plan = Candidate(dp=8, zero_stage=1, ep=8)
     bare = dataclasses.replace(QWEN, runs=(dataclasses.replace(QWEN.runs[0], experts=None, ffn=1),))
     router, one = 4096 * 128 * 8, 4096 * 2 * 4
     for load in (1.0, 1.5):
@@ -120,7 +120,7 @@ def test_kept_activations_are_those_of_the_routed_rows() -> None:
 
 
 def test_a_fuller_rank_takes_memory_and_time() -> None:
-    plan = Candidate(shard=64, zero_stage=1, ep=8)
+    plan = Candidate(dp=64, zero_stage=1, ep=8)
     cluster = Cluster(device=device("h100-sxm"), gpus=64)
     model = StepModel(QWEN, cluster, Coefficients(latency=1e-12))
     even, full = JOB, dataclasses.replace(JOB, expert_load=2.0)
@@ -139,14 +139,14 @@ def test_exchanges_take_the_slower_of_their_links(ep: int, own: bool) -> None:
     cluster, k = Cluster(device=device("h100-sxm"), gpus=16), Coefficients(latency=1e-12)
     model = (StepModel if own else OtherModel)(QWEN, cluster, k)
     job = OtherJob(seq_len=4096, global_batch=JOB.global_batch)
-    step = model.layer(Candidate(shard=16, zero_stage=1, ep=ep), job)
+    step = model.layer(Candidate(dp=16, zero_stage=1, ep=ep), job)
     row = 4096 * 2048 * 2
     reached = ep * (1 - (1 - 1 / ep) ** 8)  # ranks that get a copy of a token
     fast, slow = cluster.fast * k.fast_link, cluster.slow * k.slow_link
     inside = row * reached / ep * (7 if own or ep == 8 else 15) / fast
     across = row * (reached * 8 / 16 if own else 2 * (1 - 0.5**8) / 2) / slow if ep == 16 else 0.0
     assert step.experts == pytest.approx(4 * max(inside, across), rel=1e-6)
-    again = model.layer(Candidate(shard=16, zero_stage=1, ep=ep, recompute="full"), job)
+    again = model.layer(Candidate(dp=16, zero_stage=1, ep=ep, recompute="full"), job)
     assert again.recompute == pytest.approx(step.forward)  # with its two exchanges, which makes six
 
 
@@ -155,7 +155,7 @@ def test_the_text_and_the_words_of_the_page_show_experts() -> None:
     short = dataclasses.replace(QWEN, runs=(dataclasses.replace(QWEN.runs[0], count=4),))
     job = Job(seq_len=4096, global_batch=8, expert_load=1.5)
     space = Space(shape=short, cluster=Cluster(device=device("h100-sxm"), gpus=8), job=job)
-    found = weigh(space, None, [Candidate(shard=8, ep=8, zero_stage=1)])
+    found = weigh(space, None, [Candidate(dp=8, ep=8, zero_stage=1)])
     text = own_text(found, best=None, budget=None)
     assert "B active) in bfloat16" in text and "dp8 ep8 zero1" in text
     size = 1.5 * 4096 * 8 * (1 - (7 / 8) ** 8) * 2048 * 2 * 7 / 8 / 2**20
@@ -169,7 +169,8 @@ def test_small_experts_multiply_less_efficiently() -> None:
     cluster = Cluster(device=device("h100-sxm"), gpus=8)
     model = StepModel(QWEN, cluster, Coefficients())
     few, many = (
-        model.layer(Candidate(shard=8, zero_stage=1, ep=8, micro_batch=m), Job(seq_len=256, global_batch=64)).matmul / m
+        model.layer(Candidate(dp=8, zero_stage=1, ep=8, micro_batch_size=m), Job(seq_len=256, global_batch=64)).matmul
+        / m
         for m in (1, 8)
     )
     assert few > 1.3 * many
@@ -177,7 +178,7 @@ def test_small_experts_multiply_less_efficiently() -> None:
 
 def test_experts_that_ranks_of_tp_hold_twice_are_reduced() -> None:
     model = StepModel(QWEN, Cluster(device=device("h100-sxm"), gpus=4), Coefficients())
-    whole, half = (Candidate(tp=4, sequence_parallel=True, ep=ep, accumulation=8) for ep in (4, 2))
+    whole, half = (Candidate(tp=4, sequence_parallel=True, ep=ep, gradient_accumulation_steps=8) for ep in (4, 2))
     assert model.overlaps(whole, JOB, 0.0, 0.0) == []
     (overlap, _) = model.overlaps(half, JOB, 0.0, 0.0)
     assert overlap.seconds == pytest.approx(model.ring(model.stage_parameters(half)[1] * JOB.element_bytes, 2, 2))
@@ -216,9 +217,9 @@ def test_which_ranks_may_share_experts() -> None:
 @pytest.mark.parametrize(
     ("plan", "said"),
     [
-        (Candidate(replicate=8, ep=3), "does not divide"),
-        (Candidate(replicate=3, tp=2, sequence_parallel=True, ep=3), "neither a divisor nor a multiple of tp=2"),
-        (Candidate(replicate=256, ep=256), "128 experts in a layer, which 256 ranks cannot share"),
+        (Candidate(dp=8, ep=3), "does not divide"),
+        (Candidate(dp=3, tp=2, sequence_parallel=True, ep=3), "neither a divisor nor a multiple of tp=2"),
+        (Candidate(dp=256, ep=256), "128 experts in a layer, which 256 ranks cannot share"),
         (Candidate(tp=2), "write tp2\\+sp"),
     ],
 )
@@ -235,7 +236,7 @@ def test_a_plan_under_which_mixers_are_cut_beside_experts_has_no_estimate() -> N
     assert reason == f"model.layers.1.linear_attn {said}"
     space = Space(shape=QWEN, cluster=Cluster(device=device("h100-sxm"), gpus=2), job=JOB, no_tensor=reason)
     with pytest.raises(PlanError, match=said):
-        weigh(space, None, [Candidate(tp=2, sequence_parallel=True, micro_batch=JOB.global_batch)])
+        weigh(space, None, [Candidate(tp=2, sequence_parallel=True, micro_batch_size=JOB.global_batch)])
 
 
 def test_slices_of_experts_are_refused_by_name() -> None:

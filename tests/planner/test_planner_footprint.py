@@ -114,7 +114,13 @@ def candidate(plan: str) -> Candidate:
     recomputed = fields.pop("recomputed_layers", None)
     dp = fields.pop("dp", 1)
     spread = {"shard": dp} if fields.get("zero_stage") else {"replicate": dp}
-    return Candidate(**spread, micro_batch=micro, accumulation=ROWS // micro, recomputed=recomputed, **fields)
+    return Candidate(
+        **spread,
+        micro_batch_size=micro,
+        gradient_accumulation_steps=ROWS // micro,
+        recomputed_layers=recomputed,
+        **fields,
+    )
 
 
 def total(traffic: Any, phases: list[str], axis: str) -> tuple[Counter[str], int]:
@@ -241,15 +247,15 @@ def test_what_a_rank_of_cp_saves_is_its_share() -> None:
 def test_what_would_have_failed() -> None:
     """A Llama's formula for Qwen3 misses its norms of q and k: 10 % of the activations."""
     trace = traced("qwen3", "one", torch.float32)
-    llama = saved_activations(describe(config_of("llama")), Candidate(micro_batch=ROWS), job_of(torch.float32))
+    llama = saved_activations(describe(config_of("llama")), Candidate(micro_batch_size=ROWS), job_of(torch.float32))
     assert llama.total(0) < 0.95 * trace.activations
 
 
 def test_a_plan_of_this_runtime_is_weighed_by_its_own_formulas() -> None:
     shape = describe(config_of("llama"))
     job = job_of(torch.float32)
-    memory = peak_memory(shape, Candidate(micro_batch=ROWS), job)
-    held = footprint(shape, Candidate(micro_batch=ROWS), job)
+    memory = peak_memory(shape, Candidate(micro_batch_size=ROWS), job)
+    held = footprint(shape, Candidate(micro_batch_size=ROWS), job)
     assert memory.total - memory.slack == pytest.approx(held.peak)
     assert min(memory.parts.values()) >= 0
 
@@ -274,7 +280,7 @@ def test_recompute_repeats_the_products_that_backward_reads(family: str, lora: L
 
     def estimated(lora: Lora | None = None, model: type[LayerModel] = LayerModel) -> float:
         job = OtherJob(seq_len=LENGTH, global_batch=ROWS, lora=lora, whole_recompute=True)
-        layer = model(shape, cluster, free).layer(Candidate(micro_batch=ROWS, recompute="full"), job)
+        layer = model(shape, cluster, free).layer(Candidate(micro_batch_size=ROWS, recompute="full"), job)
         return shape.layers * layer.recompute * cluster.device.flops * cluster.device.sustained * free.matmul
 
     repeated = counted[1] - counted[0]

@@ -86,13 +86,15 @@ def test_a_setting_is_what_the_planner_says_of_that_job() -> None:
             plan = each.plan
             same = [
                 dataclasses.replace(
-                    space.candidate(region, size, zero, plan.recompute), stages=plan.stages, recomputed=plan.recomputed
+                    space.candidate(region, size, zero, plan.recompute),
+                    stages=plan.stages,
+                    recomputed=plan.recomputed_layers,
                 )
                 for region in space.regions()
-                if (region.tp, region.cp, region.context, region.pp, region.schedule, region.chunks)
-                == (plan.tp, plan.cp, plan.context, plan.pp, plan.schedule, plan.chunks)
+                if (region.tp, region.cp, region.context, region.pp, region.schedule, region.stages_per_rank)
+                == (plan.tp, plan.cp, plan.context, plan.pp, plan.schedule, plan.stages_per_rank)
                 for size in space.micro_batches(region)
-                if size == plan.micro_batch * micro
+                if size == plan.micro_batch_size * micro
                 for zero in space.zero(region)
                 if zero[0] == plan.zero_stage
             ]
@@ -193,7 +195,7 @@ def test_the_reason_against_a_setting_has_its_numbers() -> None:
     few = (settings.ranges.batches.index(64), 0, settings.ranges.gpus.index(4), 1)
     with pytest.raises(PlanError, match="needs a multiple of 8 GPUs, not 4"):
         settings.outcome(plan, few)
-    half = dataclasses.replace(plan, micro_batch=1)
+    half = dataclasses.replace(plan, micro_batch_size=1)
     with pytest.raises(PlanError, match=r"64 sequences per data-parallel rank do not split into micro-batches of 0\.5"):
         settings.outcome(half, (few[0], 0, settings.ranges.gpus.index(8), 0))
 

@@ -80,7 +80,7 @@ def test_batches_that_exceed_a_device_are_not_weighed() -> None:
     """100,000 sequences of a million tokens divide into 29,096 plans; nearly all hold more than a device per layer."""
     found = find(gpus=4096, seq=1_000_000, batch=100_000)
     assert found.choices and found.weighed < found.considered / 2
-    assert {choice.plan.micro_batch for choice in found.choices} == {1}
+    assert {choice.plan.micro_batch_size for choice in found.choices} == {1}
 
 
 def test_every_pruned_axis_has_a_reason() -> None:

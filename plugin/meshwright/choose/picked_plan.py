@@ -265,14 +265,14 @@ def _refusals(
     plan: Candidate, model: nn.Module, optimizer: Optimizer | None, config: ToDistributedConfig
 ) -> Iterator[str]:
     decoder = without_wrappers(model)[1]
-    if plan.accumulation > 1 and find_loss(decoder, config.loss_averages_over) is None:
+    if plan.gradient_accumulation_steps > 1 and find_loss(decoder, config.loss_averages_over) is None:
         yield "the model computes its own loss, so a batch cannot be split into micro-batches"
     try:
         runnable = ParallelPlan(**plan.runnable_fields())
         check_methods(model, runnable.cut_axes, has_micro_batches=runnable.has_micro_batches)
         check_adapted_experts(Facts(decoder), ep=plan.ep, etp=1, zero_stage=plan.zero_stage)
         if plan.recompute == "full":
-            check_recompute(decoder, plan.recomputed)
+            check_recompute(decoder, plan.recomputed_layers)
         if optimizer is not None:
             check_reads(optimizer, reads=declared(config), plan=runnable)
         structure: Decoder | None = None
@@ -364,7 +364,7 @@ def _shown(found: Search, choice: Choice, name: str) -> list[str]:
     plan, lines = choice.plan, _lines(found, choice, name)
     if found.cluster.gpus > 1:
         return lines
-    return [] if plan.accumulation == 1 and plan.recompute == "none" else lines[:2]
+    return [] if plan.gradient_accumulation_steps == 1 and plan.recompute == "none" else lines[:2]
 
 
 def _lines(found: Search, choice: Choice, name: str) -> list[str]:

@@ -407,7 +407,7 @@ def own_plans(
 
         plans = [plan_of_sizes(sizes, gpus, uneven)]
     world = gpus if gpus is not None else plans[0].world_size if plans else None
-    return world, lambda job: [Candidate.of(dataclasses.asdict(plan), job) for plan in plans]
+    return world, lambda job: [Candidate.of(plan, job) for plan in plans]
 
 
 def _check_sizes(sizes: Mapping[str, object], gpus: int | None) -> None:

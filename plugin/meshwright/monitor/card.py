@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -196,7 +196,7 @@ def candidate_of(plan: ParallelPlan, rows: int, passes: int = 1) -> Candidate:
     count = max(1, plan.count_micro_batches(rows))
     micro = max(1, -(-rows // count))  # the largest, if their sizes differ
     job = Job(seq_len=1, global_batch=plan.dp * micro * count * passes)
-    return Candidate.of({**asdict(plan), "micro_batch_size": micro}, job)
+    return Candidate.of(replace(plan, micro_batch_size=micro, gradient_accumulation_steps=1), job)
 
 
 _SMALL = 2**20  # bytes below which a part is not listed

@@ -81,7 +81,10 @@ class Change:
 
     def is_same(self, best: Candidate) -> bool:
         """Return whether the plan is ``best``, apart from the number of micro-batches."""
-        return self.plan is not None and dataclasses.replace(self.plan, accumulation=best.accumulation) == best
+        return (
+            self.plan is not None
+            and dataclasses.replace(self.plan, gradient_accumulation_steps=best.gradient_accumulation_steps) == best
+        )
 
 
 def ties(found: Search) -> int:

@@ -68,7 +68,7 @@ def expert_line(found: Search, plan: Candidate) -> str:
     words = f"Experts: {experts.count} in each of {layers} layers, {experts.chosen} for each token"
     if plan.ep == 1:
         return f"{words}; all of them on every rank of a layer"
-    tokens = plan.micro_batch * job.seq_len / plan.cp / plan.sp
+    tokens = plan.micro_batch_size * job.seq_len / plan.cp / plan.sp
     size = experts.sent_bytes(tokens, plan.ep, job.element_bytes, job.expert_load) * (1 - 1 / plan.ep)
     count = 6 if plan.recompute == "full" else 4
     routing = "balanced routing" if job.expert_load == 1 else "rows of the fullest rank over the mean"
@@ -170,7 +170,7 @@ def _is_repeated(one: Choice, other: Choice) -> bool:
 
 
 def _without_zero(plan: Candidate) -> Candidate:
-    return dataclasses.replace(plan, zero_stage=0, replicate=1, shard=plan.dp)
+    return dataclasses.replace(plan, zero_stage=0, replicate=1)
 
 
 _GROWTH = 12  # doublings of the cluster to try if no plan fits

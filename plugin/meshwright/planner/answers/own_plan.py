@@ -24,7 +24,7 @@ def check_plan(shape: ModelShape, plan: Candidate) -> None:
     for uneven in shape.uneven(plan.tp):
         raise PlanError(f"{plan.label}: {uneven} of {shape.name} is not divisible by tp={plan.tp}")
     check_expert_ranks(shape, plan)
-    count = plan.pp * plan.chunks
+    count = plan.pp * plan.stages_per_rank
     if count > shape.most_stages:
         first = f", of which the first stage needs {shape.least_on_first}" if shape.least_on_first > 1 else ""
         raise PlanError(f"{plan.label}: {count} stages are more than the {shape.layers} layers of {shape.name}{first}")
@@ -40,9 +40,9 @@ def check_plan(shape: ModelShape, plan: Candidate) -> None:
         for context, ulysses, reason in methods(shape, plan.cp, plan.tp):
             if (context, ulysses) == (plan.context, plan.ulysses) and reason is not None:
                 raise PlanError(f"{plan.label}: {reason}")
-    if plan.recomputed is not None and plan.recomputed > shape.layers:
+    if plan.recomputed_layers is not None and plan.recomputed_layers > shape.layers:
         raise PlanError(
-            f"{plan.label}: {plan.recomputed} recomputed layers are more than the {shape.layers} of {shape.name}"
+            f"{plan.label}: {plan.recomputed_layers} recomputed layers are more than the {shape.layers} of {shape.name}"
         )
 
 

@@ -189,7 +189,7 @@ class PageSettings:
         region = regions.get(_layout(plan))
         if region is None:
             raise PlanError(_missing(plan, space))
-        micro = plan.micro_batch * self.ranges.micro[setting[3]]
+        micro = plan.micro_batch_size * self.ranges.micro[setting[3]]
         rows = space.job.global_batch // region.dp
         if micro not in space.micro_batches(region):
             raise PlanError(_no_micro_batch(region, rows, micro))
@@ -198,7 +198,7 @@ class PageSettings:
         ways = [way for way in ways if not plan.zero_stage or (way[1] > 1) == (plan.replicate > 1)]
         if not ways:
             raise PlanError(f"zero{plan.zero_stage} has nothing to shard over with {region.dp * region.cp} data rank")
-        at = space.candidate(region, int(micro), ways[0], plan.recompute, plan.recomputed)
+        at = space.candidate(region, int(micro), ways[0], plan.recompute, plan.recomputed_layers)
         return dataclasses.replace(at, stages=plan.stages)
 
     def _space(self, batch: int, length: int, gpus: int) -> tuple[Space, dict[_Layout, Candidate]]:
@@ -217,8 +217,11 @@ class PageSettings:
 
     def _memory(self, plan: Candidate, length: int) -> tuple[tuple[int, int, Memory], ...]:
         # More micro-batches than these need no more memory.
-        enough = 3 if plan.pp == 1 else 3 * plan.pp + plan.accumulation % plan.pp
-        key = dataclasses.replace(plan, accumulation=min(plan.accumulation, enough)), length
+        enough = 3 if plan.pp == 1 else 3 * plan.pp + plan.gradient_accumulation_steps % plan.pp
+        key = (
+            dataclasses.replace(plan, gradient_accumulation_steps=min(plan.gradient_accumulation_steps, enough)),
+            length,
+        )
         if key not in self._weights:
             job = self._job(length)
             self._weights[key] = tuple(
@@ -263,7 +266,7 @@ def stage_work(model: StepModel, plan: Candidate, job: Job) -> StageWork:
 
 def _layout(plan: Candidate) -> _Layout:
     """Return the sizes and the methods of a plan's layout of the ranks, without dp."""
-    return *plan.sizes_beside_dp.values(), plan.context, plan.ulysses, plan.ep, plan.schedule, plan.chunks
+    return *plan.sizes_beside_dp.values(), plan.context, plan.ulysses, plan.ep, plan.schedule, plan.stages_per_rank
 
 
 def _missing(plan: Candidate, space: Space) -> str:
@@ -278,7 +281,7 @@ def _missing(plan: Candidate, space: Space) -> str:
     for name in (*sizes, f"dp={dp}", f"cp={plan.cp}({method})"):
         if name in space.pruned:
             return f"{name}: {space.pruned[name]}"
-    if (reason := expert_reason(dataclasses.replace(plan, replicate=dp, shard=1), plan.ep)) is not None:
+    if (reason := expert_reason(plan.resized({"dp": dp}), plan.ep)) is not None:
         return reason
     return f"schedule={plan.schedule} does not exist for {batch // dp} sequences per data-parallel rank"
 

@@ -12,7 +12,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from meshwright.errors import PlanError
@@ -34,7 +34,7 @@ def axes_of(plan: Candidate) -> tuple[str, ...]:
     """Return the axes of a plan beside dp.
 
     Example:
-        >>> axes_of(Candidate(shard=4, tp=2))
+        >>> axes_of(Candidate(dp=4, tp=2))
         ('tp',)
     """
     return tuple(name for name in BESIDE_DP if getattr(plan, name) > 1)
@@ -47,14 +47,23 @@ def complexity(plan: Candidate) -> tuple[int, ...]:
     that with fewer micro-batches is simpler: each has overheads of its own, which the estimate counts only in part.
 
     Example:
-        >>> complexity(Candidate(shard=8, zero_stage=1)) < complexity(Candidate(shard=4, tp=2, zero_stage=1))
+        >>> complexity(Candidate(dp=8, zero_stage=1)) < complexity(Candidate(dp=4, tp=2, zero_stage=1))
         True
     """
     axes, uneven = len(axes_of(plan)), plan.stages is not None and len(set(plan.stages)) > 1
     is_usual = plan.pp == 1 or plan.schedule == "1f1b"
     again = int(plan.recompute != "none")
     stage = plan.zero_stage
-    return (axes, int(uneven), plan.chunks, int(not is_usual), int(stage == 3), again, stage, plan.accumulation)
+    return (
+        axes,
+        int(uneven),
+        plan.stages_per_rank,
+        int(not is_usual),
+        int(stage == 3),
+        again,
+        stage,
+        plan.gradient_accumulation_steps,
+    )
 
 
 def tie_key(plan: Candidate, seconds: float, fastest: float, *, within: float = TIE) -> tuple[Any, ...]:
@@ -87,7 +96,7 @@ def in_order(choices: Sequence[_Choice], job: Job, *, within: float = TIE) -> li
 
 
 _Slot = tuple[Candidate, int]  # a layout of the ranks, and a micro-batch size
-_Zero = tuple[int, int, int]
+_Zero = tuple[int, int]
 
 
 @dataclass(order=True)
@@ -199,7 +208,7 @@ class BestFirst:
         for name, plans in by_axis.items():
             if name in fit:
                 continue
-            plans.sort(key=lambda plan: (plan.micro_batch, -plan.zero_stage))
+            plans.sort(key=lambda plan: (plan.micro_batch_size, -plan.zero_stage))
             lowest = (float("inf"), 0)  # bytes, and the place in the list, which decides between equal ones
             # Few activations first, since one plan that fits settles the value.
             for least, place in sorted((self._least(plan), place) for place, plan in enumerate(plans)):
@@ -257,7 +266,7 @@ class BestFirst:
         low, high, best = 0, max(rank_layers(plan, self.space.shape)), plan
         while high - low > 1:
             middle = (low + high) // 2
-            trial = replace(plan, recomputed=middle)
+            trial = plan.copy(recomputed_layers=middle)
             if self._fits(trial):
                 high, best = middle, trial
             else:
@@ -268,7 +277,7 @@ class BestFirst:
 def _axes(plan: Candidate) -> tuple[str, ...]:
     sizes = (f"{name}={size}" for name, size in plan.sizes_beside_dp.items())
     experts = (f"ep={plan.ep}",) if plan.ep > 1 else ()
-    return (*sizes, *experts, f"zero={plan.zero_stage}", f"micro_batch={plan.micro_batch}")
+    return (*sizes, *experts, f"zero={plan.zero_stage}", f"micro_batch={plan.micro_batch_size}")
 
 
 TIED = 64  # fastest plans among which the simplest is looked for, so that the first one is the same for any ``top``

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from meshwright.mesh.rank_grid import PLAN_AXES
-from meshwright.plan.parts import local_tokens
-from meshwright.plan.schedule import SPLIT_BACKWARD
+from meshwright.plan.parts import Method, local_tokens
+from meshwright.plan.schedule import SPLIT_BACKWARD, Schedule
 from meshwright.planner.context_cost import methods
 from meshwright.planner.job.candidate import Candidate, Job, Recompute
 from meshwright.planner.job.shapes import ModelShape
@@ -72,13 +72,13 @@ class Space:
         for dp, sizes in self._sizes(self.cluster.gpus, PLAN_AXES[1:]):
             if self._rejected(f"dp={dp}", self._dp_reason(dp)):
                 continue
-            ranks = Candidate(replicate=dp).resized(sizes)
+            ranks = Candidate(dp=dp).resized(sizes)
             if self._rejected(f"tp={ranks.tp},cp={ranks.cp}", self._shared_tokens_reason(ranks)):
                 continue
             for context, ulysses in self._methods(ranks.cp, ranks.tp):
                 for schedule, chunks in self._schedules(ranks.pp, self.job.global_batch // dp):
                     for ep in self._experts(ranks):
-                        yield replace(ranks, context=context, ulysses=ulysses, ep=ep, schedule=schedule, chunks=chunks)
+                        yield ranks.copy(context=context, ulysses=ulysses, ep=ep, schedule=schedule, chunks=chunks)
 
     def _sizes(self, ranks: int, axes: Sequence[str]) -> Iterator[tuple[int, dict[str, int]]]:
         """Yield the ways to split ranks over axes, as the ranks that are left for dp and the size of each axis."""
@@ -100,17 +100,17 @@ class Space:
             sizes = [size for size in sizes if rows // size % region.pp == 0]
         return sizes
 
-    def zero(self, region: Candidate) -> list[tuple[int, int, int]]:
-        """Return (ZeRO stage, replicate, shard) for each way to shard the state over the data-parallel ranks."""
+    def zero(self, region: Candidate) -> list[tuple[int, int]]:
+        """Return (ZeRO stage, replicate) for each way to shard the state over the data-parallel ranks."""
         dp, cp = region.dp, region.cp
-        ways = [(0, dp, 1)]
+        ways = [(0, 1)]
         if dp * cp > 1:
-            ways.append((1, 1, dp))
+            ways.append((1, 1))
             if region.pp == 1:
-                ways += [(stage, 1, dp) for stage in (2, 3) if stage <= self.most_zero]
+                ways += [(stage, 1) for stage in (2, 3) if stage <= self.most_zero]
                 local = max(1, self.cluster.domain // (region.tp * cp))
                 if 1 < local < dp and dp % local == 0 and self.allow_future and self.most_zero == 3:
-                    ways.append((3, dp // local, local))
+                    ways.append((3, dp // local))
             else:
                 self.pruned.setdefault(
                     "zero>=2 with pp>1", "gradients or weights would be communicated for each micro-batch"
@@ -130,23 +130,20 @@ class Space:
         self,
         region: Candidate,
         micro_batch: int,
-        zero: tuple[int, int, int],
+        zero: tuple[int, int],
         recompute: Recompute,
-        first: int | None = None,
+        recomputed: int | None = None,
     ) -> Candidate:
         """Return the candidate for a region, a micro-batch size, a ZeRO stage and a recompute mode."""
-        stage, replicate, shard = zero
-        rows = self.job.global_batch // region.dp
-        return replace(
-            region,
+        stage, replicate = zero
+        return region.copy(
             replicate=replicate,
-            shard=shard,
             sequence_parallel=region.tp > 1 and local_tokens(self.job.seq_len, region.cp) % region.tp == 0,
-            micro_batch=micro_batch,
-            accumulation=rows // micro_batch,
+            micro_batch_size=micro_batch,
+            gradient_accumulation_steps=self.job.global_batch // region.dp // micro_batch,
             zero_stage=stage,
             recompute=recompute,
-            recomputed=first,
+            recomputed_layers=recomputed,
         )
 
     def _rejected(self, region: str, reason: str | None) -> bool:
@@ -202,7 +199,7 @@ class Space:
             return f"cuts {self.job.seq_len} tokens into chunks of fewer than {_SHORTEST}, too short to fill a device"
         return None
 
-    def _methods(self, cp: int, tp: int) -> list[tuple[str, int | None]]:
+    def _methods(self, cp: int, tp: int) -> list[tuple[Method, int | None]]:
         """Return the methods of context parallelism that the model's heads allow, as (context, ulysses)."""
         found = []
         for context, ulysses, reason in methods(self.shape, cp, tp):
@@ -252,14 +249,14 @@ class Space:
             return f"{self.shape.layers} layers over {pp} stages leave the stages idle for {idle:.0%} of the time"
         return None
 
-    def _schedules(self, pp: int, rows: int) -> list[tuple[str, int]]:
-        """Return the schedules of a pipeline with the virtual stages of each rank."""
+    def _schedules(self, pp: int, rows: int) -> list[tuple[Schedule, int | None]]:
+        """Return the schedules of a pipeline with the virtual stages of each rank, where they can be chosen."""
         if pp == 1:
-            return [("1f1b", 1)]
+            return [("1f1b", None)]
         self.pruned.setdefault("schedule=gpipe", "takes as long as 1f1b and holds the activations of every micro-batch")
-        found = [("1f1b", 1), ("zb-h1", 1)]
+        found: list[tuple[Schedule, int | None]] = [("1f1b", None), ("zb-h1", None)]
         if self.shape.most_stages >= 2 * pp:
-            found.append(("zbv", 2))
+            found.append(("zbv", None))
         if self.shape.layers % pp == 0 and pp > 2 and rows % pp == 0:
             most = min(_CHUNKS, self.shape.most_stages // pp)
             chunks = [v for v in divisors(self.shape.layers // pp) if 1 < v <= most]
@@ -271,7 +268,7 @@ def expert_reason(plan: Candidate, ep: int) -> str | None:
     """Return why ``ep`` ranks of a plan cannot share experts; None if they can.
 
     Example:
-        >>> expert_reason(Candidate(replicate=2, tp=4), 2), expert_reason(Candidate(replicate=3, tp=2), 3)
+        >>> expert_reason(Candidate(dp=2, tp=4), 2), expert_reason(Candidate(dp=3, tp=2), 3)
         (None, 'ep=3 is neither a divisor nor a multiple of tp=2')
     """
     if plan.can_share_experts(ep):
