@@ -128,9 +128,10 @@ def test_a_budget_decides(pool2: Any) -> None:
     assert tight != free
     micro = tight["micro_batch_size"] or ROWS // tight["dp"]
     chosen = Candidate(
-        dp=tight["dp"], tp=tight["tp"], sequence_parallel=tight["sequence_parallel"], micro_batch_size=micro,
-        gradient_accumulation_steps=ROWS // tight["dp"] // micro, zero_stage=tight["zero_stage"], recompute=tight["recompute"],
-    )  # fmt: skip
+        **{name: tight[name] for name in ("dp", "tp", "sequence_parallel", "zero_stage", "recompute")},
+        micro_batch_size=micro,
+        gradient_accumulation_steps=ROWS // tight["dp"] // micro,
+    )
     assert needs(chosen) <= budget
     assert losses == pytest.approx(picked({})[1], rel=1e-5)  # the same batch, in other pieces
 
@@ -139,12 +140,12 @@ def test_the_leanest_plan_on_request(pool2: Any) -> None:
     lean, _ = pool2.run(picked, {"prefer": "memory"})[0]
     free, _ = pool2.run(picked, {})[0]
     assert (lean["recompute"], free["recompute"]) == ("full", "none")
-    spread = {"shard": lean["dp"], "zero_stage": lean["zero_stage"]}
     micro = lean["micro_batch_size"] or ROWS // lean["dp"]
     chosen = Candidate(
-        **spread, tp=lean["tp"], sequence_parallel=lean["sequence_parallel"], micro_batch_size=micro,
-        gradient_accumulation_steps=ROWS // lean["dp"] // micro, recompute="full",
-    )  # fmt: skip
+        **{name: lean[name] for name in ("dp", "tp", "sequence_parallel", "zero_stage", "recompute")},
+        micro_batch_size=micro,
+        gradient_accumulation_steps=ROWS // lean["dp"] // micro,
+    )
     others = [Candidate(dp=2, zero_stage=1, micro_batch_size=size, gradient_accumulation_steps=4 // size, recompute="full")
               for size in (1, 2, 4)]  # fmt: skip
     assert all(needs(chosen) <= needs(other) for other in others)
@@ -256,7 +257,7 @@ def test_a_saved_plan(tmp_path: Path, pool2: Any) -> None:
     save_plan(Candidate(pp=2, schedule="zbv", chunks=2, gradient_accumulation_steps=4), path)
     fields = {"pp": 2, "schedule": "zbv", "micro_batch_size": 1}
     assert given_plan(mw.ToDistributedConfig(plan=path)) == mw.ParallelPlan(**fields)
-    save_plan(Candidate(shard=2, replicate=2, zero_stage=1), path)
+    save_plan(Candidate(dp=4, replicate=2, zero_stage=1), path)
     with pytest.raises(mw.PlanError, match="replicate is not available"):
         given_plan(mw.ToDistributedConfig(plan=path))
     with pytest.raises(mw.PlanError, match="no such plan; write one with meshwright plan --save"):

@@ -61,14 +61,16 @@ def test_estimate_and_trace(family: str, plan: str, dtype: torch.dtype) -> None:
     trace = trace_step(model, mw.ParallelPlan(**PLANS[plan]), rows=ROWS, length=LENGTH)
     job = job_of(dtype, lora=lora)
     held = footprint(shape, spread, job)
-    if spread.accumulation == 1:
+    if spread.gradient_accumulation_steps == 1:
         assert held.activations == pytest.approx(trace.activations, rel=0.03)
     assert held.parameters == pytest.approx(trace.parameters, rel=0.005)
     assert held.optimizer == pytest.approx(trace.optimizer, rel=0.002)
     assert held.peak == pytest.approx(trace.peak, rel=0.05)
     estimated, seen = step_traffic(shape, spread, job), trace.traffic
     for axis in estimated["forward"]:
-        for phases in [["forward"], ["backward"], ["optimizer"]] if spread.accumulation == 1 else [list(estimated)]:
+        for phases in (
+            [["forward"], ["backward"], ["optimizer"]] if spread.gradient_accumulation_steps == 1 else [list(estimated)]
+        ):
             assert total(estimated, phases, axis) == total(seen, phases, axis), (phases, axis)
     # The least is 8.4 times, under tp, which replicates a factor of each adapter; the tolerance above is 0.2 %.
     assert footprint(shape, spread, job_of(dtype)).optimizer > 2 * trace.optimizer

@@ -90,9 +90,7 @@ def test_sizes_of_a_published_model() -> None:
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_a_rank_holds_its_share_of_the_experts(dp: int, tp: int, ep: int, copies: int, zero: int) -> None:
     """E / ep experts on a rank, whatever tp is, and ZeRO shards them over the ranks that hold the same ones."""
-    plan = Candidate(
-        replicate=1 if zero else dp, shard=dp if zero else 1, tp=tp, sequence_parallel=tp > 1, ep=ep, zero_stage=zero
-    )
+    plan = Candidate(dp=dp, tp=tp, sequence_parallel=tp > 1, ep=ep, zero_stage=zero)
     members = list(parameters(QWEN, plan))
     expert = 3 * 2048 * 768
     assert sum(m.numel for m in members if m.is_spread) == (48 * 128 * expert // ep if ep > 1 else 0)

@@ -111,16 +111,7 @@ def traced(family: str, plan: str, dtype: torch.dtype) -> Trace:
 def candidate(plan: str) -> Candidate:
     fields = dict(PLANS[plan])
     micro = fields.pop("micro_batch_size", ROWS)
-    recomputed = fields.pop("recomputed_layers", None)
-    dp = fields.pop("dp", 1)
-    spread = {"shard": dp} if fields.get("zero_stage") else {"replicate": dp}
-    return Candidate(
-        **spread,
-        micro_batch_size=micro,
-        gradient_accumulation_steps=ROWS // micro,
-        recomputed_layers=recomputed,
-        **fields,
-    )
+    return Candidate(micro_batch_size=micro, gradient_accumulation_steps=ROWS // micro, **fields)
 
 
 def total(traffic: Any, phases: list[str], axis: str) -> tuple[Counter[str], int]:
@@ -147,7 +138,7 @@ def test_estimate_and_trace(family: str, plan: str, dtype: torch.dtype) -> None:
     shape, spread = describe(config_of(family)), candidate(plan)
     job = job_of(dtype)
     held = footprint(shape, spread, job)
-    if spread.accumulation == 1:  # with several micro-batches the last one's forward is not told apart
+    if spread.gradient_accumulation_steps == 1:  # with several micro-batches the last one's forward is not told apart
         assert held.activations == pytest.approx(trace.activations, rel=0.01)
     assert held.parameters == pytest.approx(trace.parameters, abs=8 * LENGTH * ROWS + 8 * 16)  # and the input
     assert held.optimizer == pytest.approx(trace.optimizer, rel=0.002)
@@ -156,7 +147,9 @@ def test_estimate_and_trace(family: str, plan: str, dtype: torch.dtype) -> None:
     estimated, seen = step_traffic(shape, spread, job), trace.traffic
     for axis in estimated["forward"]:
         # All but the last of several micro-batches run backward too within the call of the model.
-        for phases in [["forward"], ["backward"], ["optimizer"]] if spread.accumulation == 1 else [list(estimated)]:
+        for phases in (
+            [["forward"], ["backward"], ["optimizer"]] if spread.gradient_accumulation_steps == 1 else [list(estimated)]
+        ):
             assert total(estimated, phases, axis) == total(seen, phases, axis), (phases, axis)
     assert total(seen, list(seen), "cp")[1] > 0 if spread.cp > 1 else "cp" not in seen["forward"]
 

@@ -81,9 +81,7 @@ def test_the_memory_is_within_5_percent_of_a_trace(family: str, fields: dict[str
     shape, model = shape_of(family), make(family)
     batch = example_images(model).batch(ROWS, LENGTH) if shape.towers and shape.towers.saved else None
     trace = trace_step(model, mw.ParallelPlan(**fields), rows=ROWS, length=LENGTH, batch=batch)
-    sizes = {name: value for name, value in fields.items() if name != "dp"}
-    ranks = {"shard" if "zero_stage" in fields else "replicate": fields.get("dp", 1)}
-    plan = Candidate(micro_batch_size=ROWS, **sizes, **ranks)
+    plan = Candidate(micro_batch_size=ROWS, **fields)
     held = footprint(shape, plan, Job(seq_len=LENGTH, global_batch=ROWS, on_cpu=True).in_32_bits())
     assert held.peak == pytest.approx(trace.peak, rel=0.05)
     assert held.optimizer == pytest.approx(trace.optimizer, rel=0.02)

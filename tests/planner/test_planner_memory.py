@@ -45,7 +45,7 @@ def test_saved_activations_are_those_that_were_traced(shape: ModelShape, expecte
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_states_by_zero_stage(stage: int) -> None:
     """Rajbhandari et al. 2020, Table 1: 16 bytes a parameter, divided part by part."""
-    plan = Candidate(shard=8 if stage else 1, replicate=1 if stage else 8, zero_stage=stage)
+    plan = Candidate(dp=8, zero_stage=stage)
     memory = other_peak(SEVEN, plan, OtherJob(seq_len=2048, global_batch=8))
     elements = SEVEN.parameters
     assert memory.weights == 2 * elements / (8 if stage == 3 else 1)

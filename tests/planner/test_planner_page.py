@@ -190,8 +190,8 @@ def test_a_page_has_fewer_plans_if_it_would_be_too_large(monkeypatch: pytest.Mon
 def test_the_reason_against_a_setting_has_its_numbers() -> None:
     found = find(SEVEN, 8, 64, seq=4096)
     settings = PageSettings(found=found, ranges=ranges(found))
-    plan = dataclasses.replace(found.choices[0].plan, shard=1, replicate=1, tp=8, zero_stage=0, pp=1, cp=1,
-                               context="gather", ulysses=None, schedule="1f1b", chunks=1, stages=None)  # fmt: skip
+    plan = dataclasses.replace(found.choices[0].plan, dp=1, replicate=1, tp=8, zero_stage=0, pp=1, cp=1,
+                               context="gather", ulysses=None, schedule="1f1b", chunks=None, stages=None)  # fmt: skip
     few = (settings.ranges.batches.index(64), 0, settings.ranges.gpus.index(4), 1)
     with pytest.raises(PlanError, match="needs a multiple of 8 GPUs, not 4"):
         settings.outcome(plan, few)

@@ -157,7 +157,7 @@ def test_laws() -> None:
     kept = [other_peak(SHAPE, plan, job).total for plan in (kinds[3], kinds[2], kinds[0])]
     assert kept == sorted(kept) and len(set(kept)) == 3
     assert step(plain, dataclasses.replace(JOB, precision="fp8")).total < step(plain).total
-    wide = dataclasses.replace(plain, shard=64, accumulation=1)
+    wide = plain.copy(dp=64, gradient_accumulation_steps=1)
     assert step(wide, slow_link=10e9).total > step(wide, slow_link=50e9).total
     assert step(wide, slow_link=10e9).data > step(wide, slow_link=50e9).data > 0
 
@@ -185,7 +185,7 @@ def test_this_runtime_computes_the_gradients_of_the_head_in_forward() -> None:
 def test_a_group_of_ranks_that_share_one_state_gathers_the_weights_inside_the_node() -> None:
     """What crosses the nodes is the sum of the gradients of the groups."""
     plan = Candidate(dp=64, zero_stage=1, gradient_accumulation_steps=1)
-    grouped = dataclasses.replace(plan, shard=8, replicate=8)
+    grouped = plan.copy(replicate=8)
     cluster = Cluster(device=device("h100-sxm"), gpus=64, slow_link=6.25e9)
     model = StepModel(SHAPE, cluster, Coefficients())
     (_, gather), (_, near, across) = (model.overlaps(p, JOB, 1.0, 1.0) for p in (plan, grouped))
@@ -198,8 +198,7 @@ def test_a_group_of_ranks_that_share_one_state_gathers_the_weights_inside_the_no
 def test_the_time_counts_the_bytes_that_the_runtime_sends(zero_stage: int, element_bytes: int, reduced: Any) -> None:
     """``step_traffic`` equals the trace. 1e-3 is for counts of tokens and flags, padding, and norms, whole under tp."""
     ranks, micro = 4, 2
-    sharded = {"shard": ranks} if zero_stage else {"replicate": ranks}
-    plan = Candidate(**sharded, tp=2, zero_stage=zero_stage, gradient_accumulation_steps=micro, reduce_dtype=reduced)
+    plan = Candidate(dp=ranks, tp=2, zero_stage=zero_stage, gradient_accumulation_steps=micro, reduce_dtype=reduced)
     job = Job(seq_len=64, global_batch=ranks * micro)
     job = job.in_32_bits() if element_bytes == 4 else job
     cluster = Cluster(device=device("h100-sxm"), gpus=8)

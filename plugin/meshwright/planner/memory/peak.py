@@ -143,7 +143,8 @@ def held_activations(shape: ModelShape, plan: Candidate, job: Job, rank: int, sa
         >>> shape = ModelShape.of(name="7B", layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008,
         ...                       vocab=32000)
         >>> job = Job(seq_len=2048, global_batch=16)
-        >>> held = [held_activations(shape, Candidate(pp=4, gradient_accumulation_steps=16), job, rank) for rank in range(4)]
+        >>> plan = Candidate(pp=4, gradient_accumulation_steps=16)
+        >>> held = [held_activations(shape, plan, job, rank) for rank in range(4)]
         >>> [value / held[-1] for value in held]
         [4.0, 3.0, 2.0, 1.0]
     """

@@ -36,7 +36,8 @@ class StepModel(LayerModel):
         >>> shape = ModelShape.of(name="7B", layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008,
         ...                       vocab=32000)
         >>> model = StepModel(shape, Cluster(device=device("a100-80"), gpus=8), Coefficients())
-        >>> step = model.step(Candidate(dp=8, zero_stage=1, gradient_accumulation_steps=4), Job(seq_len=4096, global_batch=32))
+        >>> plan = Candidate(dp=8, zero_stage=1, gradient_accumulation_steps=4)
+        >>> step = model.step(plan, Job(seq_len=4096, global_batch=32))
         >>> 1 < step.total < 20
         True
     """
@@ -326,7 +327,7 @@ class StepModel(LayerModel):
 def boundary_bytes(shape: ModelShape, plan: Candidate, job: Job) -> float:
     """Return the bytes of one micro-batch's activations between two stages, which are those of their gradient too.
 
-    A step sends them ``2 * plan.gradient_accumulation_steps`` times over each boundary between virtual stages of different ranks.
+    A step sends them twice for each micro-batch over each boundary between virtual stages of different ranks.
 
     Example:
         >>> shape = ModelShape.of(name="7B", layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008,
