@@ -146,8 +146,8 @@ def test_the_leanest_plan_on_request(pool2: Any) -> None:
         micro_batch_size=micro,
         gradient_accumulation_steps=ROWS // lean["dp"] // micro,
     )
-    others = [Candidate(dp=2, zero_stage=1, micro_batch_size=size, gradient_accumulation_steps=4 // size, recompute="full")
-              for size in (1, 2, 4)]  # fmt: skip
+    leanest = Candidate(dp=2, zero_stage=1, recompute="full")
+    others = [leanest.copy(micro_batch_size=size, gradient_accumulation_steps=4 // size) for size in (1, 2, 4)]
     assert all(needs(chosen) <= needs(other) for other in others)
 
 

@@ -99,14 +99,14 @@ def test_options_with_several_values(text: str, kind: Any, message: str) -> None
     ],
 )
 def test_words_are_the_plan_that_is_weighed(words: str, label: str) -> None:
-    assert Candidate.of(parse_plan(words), JOB).label == label
+    assert Candidate.of(ParallelPlan(**parse_plan(words)), JOB).label == label
 
 
 def test_each_plan_of_a_search_is_weighed_alike_by_its_words() -> None:
     """Time and memory are bitwise those of the search, for tp, cp, pp, ZeRO and recompute."""
     found = search(space(16), top=40)
     assert {choice.plan.pp > 1 for choice in found.choices} == {True, False}
-    given = [Candidate.of(parse_plan(choice.plan.label.replace("x1 ", " ")), JOB) for choice in found.choices]
+    given = [Candidate.of(choice.plan.plan, JOB) for choice in found.choices]
     weighed = weigh(space(16), None, given)
     for one, other in zip(found.choices, weighed.choices, strict=True):
         assert one.plan.label == other.plan.label and one.memory == other.memory and one.time == other.time
@@ -126,10 +126,10 @@ def test_each_plan_of_a_search_is_weighed_alike_by_its_words() -> None:
 )
 def test_plans_that_do_not_suit_the_model_or_the_cluster(words: str, message: str | None) -> None:
     if message is None:
-        assert weigh(space(), None, [Candidate.of(parse_plan(words), JOB)]).choices
+        assert weigh(space(), None, [Candidate.of(ParallelPlan(**parse_plan(words)), JOB)]).choices
         return
     with pytest.raises(PlanError, match=message):
-        weigh(space(), None, [Candidate.of(parse_plan(words), JOB)])
+        weigh(space(), None, [Candidate.of(ParallelPlan(**parse_plan(words)), JOB)])
 
 
 def test_equal_plans_are_one_row() -> None:

@@ -206,9 +206,9 @@ def test_which_ranks_may_share_experts() -> None:
     )  # cp pads; experts under tp need sequence parallelism
     dense = dataclasses.replace(QWEN, runs=(dataclasses.replace(QWEN.runs[0], experts=None, ffn=768),))
     assert all(plan.ep == 1 for plan in Space(shape=dense, cluster=cluster, job=JOB).regions())
-    against = Space(shape=QWEN, cluster=cluster, job=JOB, no_tensor="a weight has no role")
+    against = Space(shape=QWEN, cluster=cluster, job=JOB, against={"tp": "a weight has no role"})
     assert all(plan.tp == 1 for plan in against.regions()) and against.pruned["tp=2"] == "a weight has no role"
-    whole = Space(shape=QWEN, cluster=cluster, job=JOB, no_sharing="layers are compiled")
+    whole = Space(shape=QWEN, cluster=cluster, job=JOB, against={"ep": "layers are compiled"})
     assert all(plan.ep == 1 for plan in whole.regions()) and whole.pruned["ep=2"] == "layers are compiled"
 
 
@@ -232,20 +232,20 @@ def test_a_plan_under_which_mixers_are_cut_beside_experts_has_no_estimate() -> N
     reason = against_tensor(hybrid)
     said = "is cut by heads under tp, which the planner does not estimate beside experts"
     assert reason == f"model.layers.1.linear_attn {said}"
-    space = Space(shape=QWEN, cluster=Cluster(device=device("h100-sxm"), gpus=2), job=JOB, no_tensor=reason)
+    space = Space(shape=QWEN, cluster=Cluster(device=device("h100-sxm"), gpus=2), job=JOB, against={"tp": reason})
     with pytest.raises(PlanError, match=said):
         weigh(space, None, [Candidate(tp=2, sequence_parallel=True, micro_batch_size=JOB.global_batch)])
 
 
 def test_slices_of_experts_are_refused_by_name() -> None:
     with pytest.raises(PlanError, match="etp=2 cuts experts into slices"):
-        Candidate.of({"dp": 4, "ep": 2, "etp": 2}, JOB)
+        Candidate.of(ParallelPlan(dp=4, ep=2, etp=2), JOB)
 
 
 def test_a_search_spreads_experts_that_do_not_fit_whole() -> None:
     short = dataclasses.replace(QWEN, runs=(dataclasses.replace(QWEN.runs[0], count=12),))
     job, cluster = Job(seq_len=4096, global_batch=8), Cluster(device=device("a100-40"), gpus=8)
-    found = search(Space(shape=short, cluster=cluster, job=job, most_zero=1, no_stages="none here"))
+    found = search(Space(shape=short, cluster=cluster, job=job, most_zero=1, against={"pp": "none here"}))
     assert found.choices and all(choice.plan.ep > 1 for choice in found.choices)
     assert f"ep{found.choices[0].plan.ep}" in found.choices[0].plan.label and "ep=1" not in found.binding
     best, flops = found.choices[0], short.flops(4096) * 8 * 4096

@@ -82,7 +82,7 @@ def test_a_setting_is_what_the_planner_says_of_that_job() -> None:
             )
             cluster = dataclasses.replace(found.cluster, gpus=gpus)
             job = dataclasses.replace(found.job, global_batch=batch, seq_len=length)
-            space = found.space(cluster, job)
+            space = dataclasses.replace(found.space, cluster=cluster, job=job)
             plan = each.plan
             same = [
                 dataclasses.replace(

@@ -204,12 +204,12 @@ class JobOptions:
             global_batch=numbers("--global-batch", self.global_batch, int),
             interconnect=numbers("--interconnect", self.interconnect, float),
         )
-        shape, no_tensor = _described(self.model)
+        shape, against = _described(self.model)
         return PlanQuestion(
             options=self,
             settings=settings,
             shape=shape,
-            no_tensor=no_tensor,
+            against=against,
             measured=HardwareProfile.load(self.profile) if self.profile else None,
             search_options=search,
             budgets=run.budgets(settings.gpu),
@@ -224,7 +224,7 @@ class PlanQuestion:
         options: the options about the job.
         settings: the settings that may have several values; the first value of each counts.
         shape: the model.
-        no_tensor: why the planner has no estimate for the model under tp; None if it has.
+        against: axis -> why the planner has no estimate for the model under it.
         measured: the profile; None for the catalogue.
         search_options: which plans to show.
         budgets: the tokens and the price of each GPU, and under the empty name those of the first; none without a
@@ -234,7 +234,7 @@ class PlanQuestion:
     options: JobOptions
     settings: Settings
     shape: ModelShape
-    no_tensor: str | None
+    against: Mapping[str, str]
     measured: HardwareProfile | None
     search_options: SearchOptions
     budgets: Mapping[str, Budget]
@@ -260,7 +260,7 @@ class PlanQuestion:
         settings = settings or self.settings
         cluster = self.cluster(settings)
         job, allow_future = self._job(settings, cluster), self.search_options.allow_future
-        return Space(shape=self.shape, cluster=cluster, job=job, allow_future=allow_future, no_tensor=self.no_tensor)
+        return Space(shape=self.shape, cluster=cluster, job=job, allow_future=allow_future, against=self.against)
 
     def cluster(self, settings: Settings) -> Cluster:
         """Return the devices of some settings."""
@@ -346,14 +346,14 @@ class PlanQuestion:
         return self.options.memory * space.cluster.device.memory
 
 
-def _described(model: Path) -> tuple[ModelShape, str | None]:
-    """Return the shape of a model, and why it has no estimate under tp; modules show what the config does not."""
+def _described(model: Path) -> tuple[ModelShape, dict[str, str]]:
+    """Return a model's shape, and axis -> why it has no estimate under it; modules show what the config does not."""
     from meshwright.planner.job.config_file import WrongConfigError, config_path
     from meshwright.planner.job.shapes import describe, name_of
 
     path = config_path(model)  # a missing file is said at once, without an import of torch
     try:
-        return describe(model), None
+        return describe(model), {}
     except WrongConfigError:
         raise
     except PlanError as error:
@@ -371,7 +371,8 @@ def _described(model: Path) -> tuple[ModelShape, str | None]:
         raise PlanError(f"{refusal} ({error})") from None
     if not shows_more_than_its_config(on_meta):
         raise refusal
-    return routed_shape(on_meta, name=name_of(model)), against_tensor(on_meta)
+    against = {"tp": reason} if (reason := against_tensor(on_meta)) is not None else {}
+    return routed_shape(on_meta, name=name_of(model)), against
 
 
 def own_plans(

@@ -116,9 +116,8 @@ def changes(found: Search) -> list[Change]:
 
 
 def _change(found: Search, what: str, cluster: Cluster, job: Job, budget: float) -> Change:
-    other = search(
-        found.space(cluster, job), found.profile, top=1, budget=budget, explains=False, within=found.within or None
-    )
+    space = dataclasses.replace(found.space, cluster=cluster, job=job)
+    other = search(space, found.profile, top=1, budget=budget, explains=False, within=found.within or None)
     if not other.choices:
         return Change(what=what, plan=None, speed=0.0)
     best = other.choices[0]
@@ -204,7 +203,7 @@ def reasons(found: Search) -> Iterator[tuple[str, str]]:
     for name, (plan, memory) in found.binding.items():
         yield name, f"does not fit: its leanest plan, {plan.label}, needs {gib(memory.total)}"
     same: dict[tuple[str, str], list[str]] = {}
-    for name, reason in found.pruned.items():
+    for name, reason in found.space.pruned.items():
         axis, _, value = name.partition("=")
         same.setdefault((axis, reason), []).append(value)
     for (axis, reason), values in same.items():

@@ -248,7 +248,8 @@ class _Remedies:
         lean = [found.smallest[0], *(plan for plan, _ in found.binding.values())]
         for plan in sorted((plan for plan in lean if plan.zero_stage and plan.runs_today), key=lambda p: -p.zero_stage):
             offloaded = dataclasses.replace(plan, offload="optimizer")
-            if plan.offload is None and peak_memory(found.shape, offloaded, job).total <= found.budget:
+            is_lean = plan.offload is None and peak_memory(found.shape, offloaded, job).total <= found.budget
+            if is_lean and found.space.refuses(offloaded) is None:
                 yield offloaded.label
                 return
 
@@ -285,7 +286,8 @@ class _Remedies:
         if state_memory(found.shape, job) > cluster.gpus * budget:
             return None  # a search would find none either, but only after it has weighed every plan
         try:
-            other = search(found.space(cluster, job), found.profile, top=1, budget=budget, explains=False)
+            space = dataclasses.replace(found.space, cluster=cluster, job=job)
+            other = search(space, found.profile, top=1, budget=budget, explains=False)
         except PlanError:
             return None
         return other.choices[0].plan if other.choices else None

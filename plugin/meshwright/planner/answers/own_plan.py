@@ -84,8 +84,8 @@ def weigh(
                 f"{plan.world_size}, or a plan of {cluster.gpus} devices"
             )
         check_plan(shape, plan)
-        if plan.tp > 1 and space.no_tensor is not None:
-            raise PlanError(f"{plan.label}: {space.no_tensor}")
+        if (reason := space.reason_against("tp", plan.tp)) is not None:
+            raise PlanError(f"{plan.label}: {reason}")
         if (reason := space.too_narrow(plan.tp)) is not None:
             raise PlanError(f"{plan.label}: {reason}; write a smaller tp, or --precision bf16")
     model = StepModel(shape, cluster, profile.coefficients)

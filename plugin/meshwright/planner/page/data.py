@@ -287,7 +287,7 @@ def plan_command(found: Search, model: str, profile: str | None = None) -> str:
         options += " --double-quant" * job.lora.double
     share = found.budget / cluster.device.memory
     options += "" if abs(share - 0.9) < 1e-9 else f" --memory {share:.4g}"
-    options += " --allow-future" if found.allow_future else ""
+    options += " --allow-future" if found.space.allow_future else ""
     options += " --gather-logits" if job.logits == "gathered" else ""
     options += " --simple" if found.within == SIMPLER else ""
     return (

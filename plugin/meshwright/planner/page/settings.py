@@ -206,7 +206,8 @@ class PageSettings:
             job = dataclasses.replace(
                 self.found.job, global_batch=self.ranges.batches[batch], seq_len=self.ranges.lengths[length]
             )
-            space = self.found.space(dataclasses.replace(self.found.cluster, gpus=self.ranges.gpus[gpus]), job)
+            cluster = dataclasses.replace(self.found.cluster, gpus=self.ranges.gpus[gpus])
+            space = dataclasses.replace(self.found.space, cluster=cluster, job=job)
             regions = {_layout(region): region for region in space.regions()}
             self._spaces[batch, length, gpus] = space, regions
         return self._spaces[batch, length, gpus]
@@ -430,7 +431,7 @@ def _planned(settings: PageSettings, plan: Candidate, at: _Setting) -> Listed | 
     if outcome.time is None:
         return Elsewhere(plan=plan, why=why)
     memory = max((memory for _, _, memory in outcome.memory), key=lambda memory: memory.total)
-    return Listed(**vars(choice_of(found, outcome.plan, outcome.time, memory)), why=why)
+    return Listed(**vars(choice_of(found.space, outcome.plan, outcome.time, memory)), why=why)
 
 
 def _ordered(

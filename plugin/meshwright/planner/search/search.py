@@ -186,7 +186,7 @@ class BestFirst:
                 for inner in self._opened(entry.order[0]):
                     if rounds is None or (inner.plan and job.rounds_updates(inner.plan)) == rounds:
                         heapq.heappush(heap, inner)
-            elif self._fits(entry.plan):
+            elif self._fits(entry.plan) and self._runs(entry.plan):
                 time = model.step(entry.plan, job)
                 self.simulated += 1
                 best = sorted([*best, (time.total, entry.order, entry.plan, time)], key=lambda item: item[:2])[:top]
@@ -226,6 +226,12 @@ class BestFirst:
     def _least(self, plan: Candidate) -> float:
         return least_memory(self.space.shape, plan, self.space.job)
 
+    def _runs(self, plan: Candidate) -> bool:
+        """Return whether the runtime takes a plan."""
+        if (reason := self.space.refuses(plan)) is not None:
+            self.space.pruned.setdefault(plan.label, reason)
+        return reason is None
+
     def _fits(self, plan: Candidate) -> bool:
         return self.weigh(plan).total <= self.budget
 
@@ -261,7 +267,7 @@ class BestFirst:
 
     def _fewest_recomputed(self, plan: Candidate) -> Candidate:
         """Return the fitting plan that recomputes the fewest layers, if a plan that recomputes all of them fits."""
-        if plan.recompute != "full" or not self.space.recomputes_some or not self._fits(plan):
+        if plan.recompute != "full" or not self._fits(plan) or self.space.refuses(plan.copy(recomputed_layers=1)):
             return plan
         low, high, best = 0, max(rank_layers(plan, self.space.shape)), plan
         while high - low > 1:
@@ -308,29 +314,23 @@ class Search:
     """The outcome of a search.
 
     Args:
-        shape, cluster, job, profile, allow_future, no_stages, no_tensor: the arguments of the search.
+        space: what was searched.
+        profile: the coefficients.
         choices: the fastest plans that fit, best first.
-        pruned: axis value that was left out -> the reason.
         considered: number of legal plans, apart from uneven stages and from recompute of some layers.
         weighed, fitting, simulated: numbers of plans whose memory was estimated, of those that fit, and of plans whose
             time was simulated.
         budget: memory per device that a plan may fill, in bytes.
-        smallest: the weighed plan that needs the least memory, and its memory; if none fits, all were weighed.
+        smallest: the weighed plan that needs the least memory, of those that run; if none fits, all were weighed.
         binding: for each value that no fitting plan has (such as "tp=1" or "micro_batch=64"), the plan with this value
             that needs the least memory, and its memory.
         repetitions: for each choice, plans with the same time and memory that were left out, if these were looked for.
         within: the share of the fastest plan's time within which simpler plans come first.
     """
 
-    shape: ModelShape
-    cluster: Cluster
-    job: Job
+    space: Space
     profile: HardwareProfile
-    allow_future: bool
-    no_stages: str | None
-    no_tensor: str | None
     choices: tuple[Choice, ...]
-    pruned: dict[str, str]
     considered: int
     weighed: int
     fitting: int
@@ -341,6 +341,18 @@ class Search:
     repetitions: tuple[tuple[Candidate, ...], ...] = ()
     within: float = 0.0
 
+    @property
+    def shape(self) -> ModelShape:
+        return self.space.shape
+
+    @property
+    def cluster(self) -> Cluster:
+        return self.space.cluster
+
+    @property
+    def job(self) -> Job:
+        return self.space.job
+
     def runs_today(self, plan: Candidate) -> bool:
         """Whether this version's runtime can run a plan in the precision of the job."""
         return plan.runs_today and self.trains_today
@@ -349,17 +361,6 @@ class Search:
     def trains_today(self) -> bool:
         """Whether this version's runtime can train the model in the precision of the job; not experts in 8 bits."""
         return self.job.trains_today and not (self.job.precision == "fp8" and self.shape.experts)
-
-    def space(self, cluster: Cluster, job: Job, *, allow_future: bool = False) -> Space:
-        """Return the candidates for the same model on another cluster, or for another job."""
-        return Space(
-            shape=self.shape,
-            cluster=cluster,
-            job=job,
-            allow_future=allow_future or self.allow_future,
-            no_stages=self.no_stages,
-            no_tensor=self.no_tensor,
-        )
 
 
 def search(
@@ -440,23 +441,23 @@ def outcome(
     within: float = 0.0,
 ) -> Search:
     """Return the outcome of a search whose weighed plans have the memory ``weights``; the rest is as in ``Search``."""
+    leanest = sorted(weights.items(), key=lambda item: item[1].total)
     return Search(
-        shape=space.shape, cluster=space.cluster, job=space.job, profile=profile, allow_future=space.allow_future,
-        no_stages=space.no_stages, no_tensor=space.no_tensor, choices=tuple(choices), pruned=space.pruned,
-        considered=considered, weighed=len(weights),
+        space=space, profile=profile, choices=tuple(choices), considered=considered, weighed=len(weights),
         fitting=sum(memory.total <= budget for memory in weights.values()), simulated=simulated, budget=budget,
-        smallest=min(weights.items(), key=lambda item: item[1].total), binding=binding, within=within,
+        smallest=next((item for item in leanest if space.refuses(item[0]) is None), leanest[0]), binding=binding,
+        within=within,
     )  # fmt: skip
 
 
-def choice_of(of: Space | Search, plan: Candidate, time: StepTime, memory: Memory) -> Choice:
+def choice_of(space: Space, plan: Candidate, time: StepTime, memory: Memory) -> Choice:
     """Return a plan with its estimates and the speed that follows from them.
 
     Args:
-        of: the space or the search with the model, the cluster and the job.
+        space: the model, the cluster and the job.
         plan, time, memory: the plan and its estimates.
     """
-    cluster, job = of.cluster, of.job
-    peak = of.shape.flops(job.seq_len, lora=job.lora) * job.tokens / (cluster.device.flops * cluster.gpus)
+    cluster, job = space.cluster, space.job
+    peak = space.shape.flops(job.seq_len, lora=job.lora) * job.tokens / (cluster.device.flops * cluster.gpus)
     speed = job.tokens / time.total / cluster.gpus
     return Choice(plan=plan, time=time, memory=memory, mfu=peak / time.total, tokens_per_second=speed)

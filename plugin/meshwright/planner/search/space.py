@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from meshwright.mesh.rank_grid import PLAN_AXES
@@ -31,11 +31,8 @@ class Space:
         job: sequence length and global batch.
         allow_future: whether to include plans that this version's runtime cannot run.
         most_zero: the highest ZeRO stage to include.
-        no_stages: the reason against all plans with pipeline stages; None to include them.
-        no_context: the reason against all plans with context parallelism; None to include them.
-        no_tensor: the reason against all plans with tensor parallelism; None to include them.
-        no_sharing: the reason against all plans in which ranks share experts; None to include them.
-        recomputes_some: whether the model can recompute some of its layers.
+        against: axis ("tp", "cp", "pp" or "ep"), or value of one ("pp=4") -> the reason against all plans that have it.
+        refuses: returns why the runtime refuses a plan; None if it takes it. It is asked of plans that fit.
 
     Example:
         >>> from meshwright.planner.machine.hardware import device
@@ -54,11 +51,8 @@ class Space:
     job: Job
     allow_future: bool = False
     most_zero: int = 3
-    no_stages: str | None = None
-    no_context: str | None = None
-    no_tensor: str | None = None
-    no_sharing: str | None = None
-    recomputes_some: bool = True
+    against: Mapping[str, str] = field(default_factory=dict)
+    refuses: Callable[[Candidate], str | None] = lambda plan: None
     pruned: dict[str, str] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -88,7 +82,7 @@ class Space:
         name, *others = axes
         reason = getattr(self, f"_{name}_reason")
         for size in divisors(ranks):
-            if not self._rejected(f"{name}={size}", reason(size)):
+            if not self._rejected(f"{name}={size}", self.reason_against(name, size) or reason(size)):
                 for left, sizes in self._sizes(ranks // size, others):
                     yield left, {name: size} | sizes
 
@@ -146,6 +140,10 @@ class Space:
             recomputed_layers=recomputed,
         )
 
+    def reason_against(self, axis: str, size: int) -> str | None:
+        """Return the reason of ``against`` that holds for a size of an axis."""
+        return self.against.get(f"{axis}={size}", self.against.get(axis)) if size > 1 else None
+
     def _rejected(self, region: str, reason: str | None) -> bool:
         if reason:
             self.pruned.setdefault(region, reason)
@@ -157,8 +155,6 @@ class Space:
 
     def _tp_reason(self, tp: int) -> str | None:
         shape, domain = self.shape, self.cluster.domain
-        if tp > 1 and self.no_tensor is not None:
-            return self.no_tensor
         if tp > domain:
             return f"crosses the fast domain of {domain} devices"
         if domain % tp and tp > 1:
@@ -189,8 +185,6 @@ class Space:
     def _cp_reason(self, cp: int) -> str | None:
         if cp == 1:
             return None
-        if self.no_context is not None:
-            return self.no_context
         if not self.shape.traits.context:
             return "the family has an attention of its own, which does not call transformers' attention interface"
         if cp > _CONTEXT:
@@ -227,19 +221,15 @@ class Space:
             return [1]
         found = []
         for ep in divisors(ranks.data_ranks * ranks.tp):
-            if ep > 1 and self.no_sharing is not None:
-                self.pruned.setdefault(f"ep={ep}", self.no_sharing)
-            elif ep > 1 and ep > self.shape.experts:
-                self.pruned.setdefault(f"ep={ep}", f"more ranks than the {self.shape.experts} experts of a layer")
-            elif expert_reason(ranks, ep) is None:
+            most = self.shape.experts
+            reason = f"more ranks than the {most} experts of a layer" if ep > most else None
+            if not self._rejected(f"ep={ep}", self.reason_against("ep", ep) or reason) and ranks.can_share_experts(ep):
                 found.append(ep)
         return found
 
     def _pp_reason(self, pp: int) -> str | None:
         if pp == 1:
             return None
-        if self.no_stages is not None:
-            return self.no_stages
         if pp > self.shape.most_stages:
             return f"more stages than the {self.shape.layers} layers"
         # Uneven stages are legal, but all stages wait for the longest. Allow them if little time is idle.
