@@ -10,11 +10,11 @@ from benchmarks.published_runs.fit import estimate
 from benchmarks.published_runs.table import read_runs
 from meshwright.planner.answers.explain import warnings
 from meshwright.planner.answers.notes import notes
-from meshwright.planner.answers.own_plan import weigh
 from meshwright.planner.job.candidate import Candidate, Job
 from meshwright.planner.job.shapes import ModelShape
 from meshwright.planner.machine.devices import PUBLISHED_TIMES, device
 from meshwright.planner.machine.hardware import Cluster, Coefficients, HardwareProfile
+from meshwright.planner.search.search import weigh
 from meshwright.planner.search.space import Space
 
 DATA = Path(__file__).parents[1] / "data"

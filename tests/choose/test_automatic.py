@@ -16,8 +16,9 @@ from typer.testing import CliRunner
 import meshwright as mw
 from meshwright.choose.given_plan import given_plan, save_plan
 from meshwright.choose.model_sizes import kind_of
-from meshwright.choose.picked_plan import against_stages, pick_plan, why_not_cut
+from meshwright.choose.picked_plan import RunnablePlans, pick_plan
 from meshwright.cli import app
+from meshwright.distribute.decide import call_of, runnable_plans
 from meshwright.planner.job.candidate import Candidate, Job
 from meshwright.planner.job.optimizers import OPTIMIZERS
 from meshwright.planner.job.shapes import describe
@@ -107,15 +108,25 @@ def test_stages_are_picked_where_nothing_else_can_be(pool2: Any) -> None:
         assert kind == "PlanError" and "pp=2: ToDistributedConfig(picks_stages=False)" in message
 
 
-def test_reasons_against_stages() -> None:
-    model, default = build("llama"), mw.ToDistributedConfig()
-    assert against_stages(model, default) is None and why_not_cut(model, default) is None
-    engine = mw.ToDistributedConfig(engine="DeepSpeed")
-    assert "DeepSpeed runs the backward pass" in str(against_stages(model, engine))
-    assert "float16" in str(against_stages(build("llama").half(), default))
-    assert "computes its own loss" in str(against_stages(torch.nn.Linear(2, 2), default))
+def runnable(model: torch.nn.Module, **options: Any) -> RunnablePlans:
+    return runnable_plans(call_of(model, mw.ToDistributedConfig(**options), None, torch.device("cpu")))
+
+
+def test_what_the_runtime_refuses_is_not_searched() -> None:
+    """By the rows of ``Feature.refusals``, some of which a pass without values decides."""
+    model, stages = build("llama"), Candidate(pp=2, gradient_accumulation_steps=2)
+    plans = runnable(model)
+    assert set(plans.against()) == {"ep"} and plans.refusal(stages) is plans.refusal_when_cut(stages) is None
+    against = runnable(model, engine="DeepSpeed").against()
+    assert "DeepSpeed: its engine runs the backward pass" in against["pp"]
+    assert "averages gradients over dp alone" in against["cp"]
+    assert "float16" in runnable(build("llama").half()).against()["pp"]
+    assert "what the loss of Linear averages over is not known" in runnable(torch.nn.Linear(2, 2)).against()["pp"]
     model.model.forward = lambda *args, **kwargs: None
-    assert "could not be run on tensors without values" in str(why_not_cut(model, default))
+    plans = runnable(model)
+    assert plans.refusal(stages) is None
+    assert "could not be run on tensors without values" in str(plans.refusal_when_cut(stages))
+    assert plans.refusal(stages.copy(gradient_accumulation_steps=8)) is not None  # of the same kind
 
 
 def test_a_budget_decides(pool2: Any) -> None:
@@ -173,7 +184,8 @@ def test_the_plan_is_the_first_that_meshwright_plan_prints(
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config).bfloat16()
     options = mw.ToDistributedConfig(input_spec={"input_ids": ((rows, 4096), torch.int64)})
-    _, reasons = pick_plan(model, None, None, options, node_num=1, device=torch.device("cuda"))
+    call = call_of(model, options, None, torch.device("cuda"))
+    _, reasons = pick_plan(runnable_plans(call), None, node_num=1)
     assert reasons.startswith(f"picked {label} for")
 
 

@@ -6,11 +6,12 @@ import dataclasses
 from typing import Any
 
 import pytest
+import torch
 
 import meshwright as mw
 from benchmarks.published_runs.other_runtimes import OtherJob, OtherModel
 from conformance.families.models import build as build_family
-from meshwright.choose.picked_plan import _refusals
+from meshwright.distribute.decide import call_of, runnable_plans
 from meshwright.plan.parts import METHODS
 from meshwright.planner.answers import explain
 from meshwright.planner.answers.explain import method_reasons
@@ -72,7 +73,8 @@ def test_families_whose_attention_cannot_be_split() -> None:
         space = Space(shape=shape, cluster=Cluster(device=device("h100-sxm"), gpus=8), job=LONG)
         assert {region.context for region in space.regions() if region.cp > 1} == methods
     model = build_family("bloom")
-    assert "attention of its own" in str(next(_refusals(Candidate(cp=2), model, None, mw.ToDistributedConfig())))
+    plans = runnable_plans(call_of(model, mw.ToDistributedConfig(), None, torch.device("cpu")))
+    assert "attention of its own" in str(plans.refusal_when_cut(Candidate(cp=2)))
 
 
 def test_context_and_pipeline_parallelism_together() -> None:
@@ -141,8 +143,6 @@ def test_time_without_flash_kernels() -> None:
 def test_a_method_that_the_model_cannot_use_is_not_picked() -> None:
     """The ring computes probabilities again in backward, so it refuses attention dropout."""
     model = build("llama", attention_dropout=0.1)
-    config = mw.ToDistributedConfig()
-    plans = {context: Candidate(cp=2, context=context) for context in ("gather", "ring")}
-    refusals = {context: next(_refusals(plan, model, None, config), None) for context, plan in plans.items()}
-    assert refusals["gather"] is None
-    assert "drops attention probabilities" in str(refusals["ring"])
+    plans = runnable_plans(call_of(model, mw.ToDistributedConfig(), None, torch.device("cpu")))
+    assert plans.refusal_when_cut(Candidate(cp=2)) is None
+    assert "drops attention probabilities" in str(plans.refusal_when_cut(Candidate(cp=2, context="ring")))

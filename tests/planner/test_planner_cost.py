@@ -9,16 +9,16 @@ import pytest
 
 from meshwright.cli.plan_settings import Settings, numbers
 from meshwright.errors import PlanError
+from meshwright.plan.parallel_plan import ParallelPlan
 from meshwright.plan.text import parse_plan
 from meshwright.planner.answers import explain
 from meshwright.planner.answers.cost import Budget, bill, bill_line, parse_tokens
 from meshwright.planner.answers.notes import batch_warning, notes, without_repetitions
-from meshwright.planner.answers.own_plan import weigh
 from meshwright.planner.answers.sweep import is_met, row_of, smallest_cluster, sweep_text
 from meshwright.planner.job.candidate import Candidate, Job
 from meshwright.planner.job.shapes import ModelShape
 from meshwright.planner.machine.hardware import Cluster, device
-from meshwright.planner.search.search import search
+from meshwright.planner.search.search import search, weigh
 from meshwright.planner.search.space import Space
 
 EIGHT = ModelShape.of(name="8B", layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336, vocab=128256)

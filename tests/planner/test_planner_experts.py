@@ -15,8 +15,7 @@ from conformance.families.models import model_types
 from meshwright.choose.model_sizes import against_tensor, describe_model
 from meshwright.errors import PlanError
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
-from meshwright.planner.answers.explain import as_dict
-from meshwright.planner.answers.own_plan import check_plan, own_text, weigh
+from meshwright.planner.answers.explain import as_dict, own_text
 from meshwright.planner.job.candidate import Candidate, Job
 from meshwright.planner.job.layer_shape import ExpertShape, LayerShape
 from meshwright.planner.job.shapes import ModelShape, describe, stated_experts
@@ -26,8 +25,8 @@ from meshwright.planner.memory.footprint import footprint
 from meshwright.planner.memory.held_states import parameters
 from meshwright.planner.memory.peak import peak_memory
 from meshwright.planner.page.data import describe_ranks, plan_command
-from meshwright.planner.search.search import search
-from meshwright.planner.search.space import Space, expert_reason
+from meshwright.planner.search.search import search, weigh
+from meshwright.planner.search.space import Space, check_plan
 from meshwright.planner.time.step import StepModel
 from meshwright.roles.blocks.experts import is_experts
 from support.tiers import crossings
@@ -187,14 +186,14 @@ def test_which_ranks_may_share_experts() -> None:
     space = Space(shape=QWEN, cluster=cluster, job=JOB)
     regions = list(space.regions())
     assert {plan.ep for plan in regions} == {1, 2, 4, 8, 16}
-    assert all(expert_reason(plan, plan.ep) is None for plan in regions)
+    assert all(plan.can_share_experts(plan.ep) for plan in regions)
     for ep, ranks in itertools.product(range(1, 17), (plan for plan in regions if plan.pp == plan.ep == 1)):
         try:
             ParallelPlan(dp=ranks.dp, cp=ranks.cp, tp=ranks.tp, ep=ep, sequence_parallel=ranks.tp > 1)
         except PlanError:
-            assert expert_reason(ranks, ep) is not None
+            assert not ranks.can_share_experts(ep)
         else:
-            assert expert_reason(ranks, ep) is None
+            assert ranks.can_share_experts(ep)
     four = dataclasses.replace(QWEN.runs[0].experts, count=4)
     few = dataclasses.replace(QWEN, runs=(dataclasses.replace(QWEN.runs[0], experts=four),))
     space = Space(shape=few, cluster=cluster, job=JOB)
@@ -215,8 +214,8 @@ def test_which_ranks_may_share_experts() -> None:
 @pytest.mark.parametrize(
     ("plan", "said"),
     [
-        (Candidate(dp=8, ep=3), "does not divide"),
-        (Candidate(dp=3, tp=2, sequence_parallel=True, ep=3), "neither a divisor nor a multiple of tp=2"),
+        (Candidate(dp=8, ep=3), "ep=3 cannot spread over dp=8 x cp=1 x tp=1"),
+        (Candidate(dp=3, tp=2, sequence_parallel=True, ep=3), "ep=3 cannot spread over dp=3 x cp=1 x tp=2"),
         (Candidate(dp=256, ep=256), "128 experts in a layer, which 256 ranks cannot share"),
         (Candidate(tp=2), "write tp2\\+sp"),
     ],

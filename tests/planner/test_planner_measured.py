@@ -18,14 +18,14 @@ from meshwright.errors import PlanError
 from meshwright.parallel.fake_passes.example_images import example_images
 from meshwright.pipeline.cut import cut_decoder
 from meshwright.planner.answers.notes import notes
-from meshwright.planner.answers.own_plan import check_plan, weigh
 from meshwright.planner.job.candidate import Candidate, Job, stage_layers
 from meshwright.planner.job.shapes import ModelShape, describe
 from meshwright.planner.machine.hardware import Cluster, device
 from meshwright.planner.memory.footprint import footprint
 from meshwright.planner.memory.peak import stage_memory
 from meshwright.planner.page.data import plan_command
-from meshwright.planner.search.space import Space
+from meshwright.planner.search.search import weigh
+from meshwright.planner.search.space import Space, check_plan
 from meshwright.roles import find_decoder
 from meshwright.tracing.trace import trace_step
 from support import hybrid_models, vision_models

@@ -139,9 +139,7 @@ class RunnablePlans:
             self._known[kind] = str(error)
             return str(error)
         if cut is not None and not cut.order.is_plain:
-            self._known[kind] = (
-                "what crosses its stages beside [rows, tokens, channels] has no estimate"
-            )
+            self._known[kind] = "what crosses its stages beside [rows, tokens, channels] has no estimate"
         return self._known.get(kind)
 
     def against(self) -> dict[str, str]:
@@ -152,9 +150,7 @@ class RunnablePlans:
         if not call.config.picks_stages:
             found["pp"] = "ToDistributedConfig(picks_stages=False)"
         elif next(call.model.parameters()).dtype is torch.float16:
-            found["pp"] = (
-                "stages were not compared with one device with float16 weights, only under autocast"
-            )
+            found["pp"] = "stages were not compared with one device with float16 weights, only under autocast"
         for axis in BESIDE_DP:
             if axis not in found and (reason := self.refusal(_with_axis(axis, 2))) is not None:
                 found[axis] = reason

@@ -187,8 +187,8 @@ def _write_page(
 def answer_own(question: PlanQuestion, outputs: Outputs, plans: Callable[[Job], list[Candidate]]) -> bool:
     """Print the estimates of the user's plans; return whether the first one fits."""
     from meshwright.planner.answers import explain
-    from meshwright.planner.answers.own_plan import own_text, weigh
     from meshwright.planner.formatting import gib
+    from meshwright.planner.search.search import weigh
 
     outputs.check()
     space = question.space()
@@ -214,7 +214,7 @@ def answer_own(question: PlanQuestion, outputs: Outputs, plans: Callable[[Job], 
         best = None
         with contextlib.suppress(PlanError), _searching():  # there may be no legal plan but the given ones
             best = question.search(question.space(), top=1)
-        say(own_text(found, best=best, budget=question.budget))
+        say(explain.own_text(found, best=best, budget=question.budget))
     _finish(question, found, outputs)
     return is_fit
 

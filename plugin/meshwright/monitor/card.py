@@ -16,7 +16,6 @@ from meshwright.mesh.process_group import node_count, world_size
 from meshwright.optim.runtime import device_of, find_runtime
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.planner.answers.notes import measured_notes
-from meshwright.planner.answers.own_plan import check_expert_ranks
 from meshwright.planner.formatting import memory as size
 from meshwright.planner.formatting import seconds
 from meshwright.planner.job.candidate import Candidate, Job, Logits
@@ -24,6 +23,7 @@ from meshwright.planner.job.optimizers import OptimizerKind
 from meshwright.planner.job.shapes import ModelShape
 from meshwright.planner.machine.hardware import Cluster, HardwareProfile
 from meshwright.planner.memory.peak import Memory, stage_memory
+from meshwright.planner.search.space import check_expert_ranks
 from meshwright.planner.time.layer import StepTime
 from meshwright.planner.time.step import StepModel
 

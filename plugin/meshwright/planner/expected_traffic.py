@@ -69,7 +69,7 @@ def _axes(plan: Candidate) -> list[str]:
 
 
 def _context(shape: ModelShape, plan: Candidate, job: Job, phases: _Phases) -> None:
-    first = 0
+    first, micro = 0, plan.gradient_accumulation_steps
     for run in shape.runs:
         forward, backward = exchanges(run, plan, job)
         again = min(run.count, max(0, count_recomputed(plan, shape.layers) - first))
@@ -78,9 +78,7 @@ def _context(shape: ModelShape, plan: Candidate, job: Job, phases: _Phases) -> N
         ):  # fmt: skip
             for exchange in sent:
                 kind = _scatter(job) if exchange.kind == "reduce-scatter" else exchange.kind
-                phases[phase]["cp"].add(
-                    kind, plan.gradient_accumulation_steps * layers * exchange.count, exchange.bytes
-                )
+                phases[phase]["cp"].add(kind, micro * layers * exchange.count, exchange.bytes)
         first += run.count
 
 
@@ -134,11 +132,10 @@ def _summed(partial: list[Parameter], count: int) -> int:
 
 def _data(shape: ModelShape, plan: Candidate, job: Job, phases: _Phases) -> None:
     phases["forward"]["dp"].add("all-gather", 1, 8 * plan.data_ranks)  # the count of the batch's tokens
-    numbers = (
-        1 if plan.gradient_accumulation_steps == 1 else 2
-    )  # the sums of the losses, and with micro-batches what they count
-    phases["forward"]["dp"].add("all-gather", plan.gradient_accumulation_steps, 8 * numbers * plan.data_ranks)
-    if plan.gradient_accumulation_steps > 1:
+    micro = plan.gradient_accumulation_steps
+    numbers = 1 if micro == 1 else 2  # the sums of the losses, and with micro-batches what they count
+    phases["forward"]["dp"].add("all-gather", micro, 8 * numbers * plan.data_ranks)
+    if micro > 1:
         phases["forward"]["dp"].add("all-reduce", 1, 8)  # the number of micro-batches
     members, b = list(trained_members(shape, plan, job.lora)), job.trained_bytes
     if plan.zero_stage == 3:
@@ -150,7 +147,7 @@ def _data(shape: ModelShape, plan: Candidate, job: Job, phases: _Phases) -> None
         sizes = [members[index].numel for index in bucket]
         if plan.zero_stage:
             numel = sharded_length(sizes, plan.data_ranks)
-            times = plan.gradient_accumulation_steps if plan.zero_stage == 2 else 1
+            times = micro if plan.zero_stage == 2 else 1
             phases["backward"]["dp"].add(_scatter(job), times, numel * plan.sent_bytes(b))
             phases["optimizer"]["dp"].add("all-gather", 1, numel * b)
         else:
@@ -178,10 +175,9 @@ def _gathered_weights(members: list[Parameter], shape: ModelShape, plan: Candida
 
 def _gathered_adapters(members: list[Parameter], layers: int, plan: Candidate, job: Job, phases: _Phases) -> None:
     """Add what ZeRO-3 sends of the adapters of each layer, beside its frozen weights."""
+    micro = plan.gradient_accumulation_steps
     for unit in units(members, layers):
         numel = sharded_length((members[index].numel for index in unit), plan.data_ranks)
         for phase in ("forward", "backward"):
-            phases[phase]["dp"].add("all-gather", plan.gradient_accumulation_steps, numel * ADAPTER_BYTES)
-        phases["backward"]["dp"].add(
-            _scatter(job), plan.gradient_accumulation_steps, numel * plan.sent_bytes(ADAPTER_BYTES)
-        )
+            phases[phase]["dp"].add("all-gather", micro, numel * ADAPTER_BYTES)
+        phases["backward"]["dp"].add(_scatter(job), micro, numel * plan.sent_bytes(ADAPTER_BYTES))

@@ -162,15 +162,11 @@ def notes(found: Search) -> Iterator[str]:
 
 def _is_repeated(one: Choice, other: Choice) -> bool:
     return (
-        _without_zero(one.plan) == _without_zero(other.plan)
+        one.plan.copy(zero_stage=0, replicate=1) == other.plan.copy(zero_stage=0, replicate=1)
         and math.isclose(one.time.total, other.time.total, rel_tol=1e-6)
         and math.isclose(one.memory.total, other.memory.total, rel_tol=1e-6)
         and min(one.plan.zero_stage, other.plan.zero_stage) > 0
     )
-
-
-def _without_zero(plan: Candidate) -> Candidate:
-    return dataclasses.replace(plan, zero_stage=0, replicate=1)
 
 
 _GROWTH = 12  # doublings of the cluster to try if no plan fits
@@ -247,7 +243,7 @@ class _Remedies:
         found, job = self.found, self.found.job
         lean = [found.smallest[0], *(plan for plan, _ in found.binding.values())]
         for plan in sorted((plan for plan in lean if plan.zero_stage and plan.runs_today), key=lambda p: -p.zero_stage):
-            offloaded = dataclasses.replace(plan, offload="optimizer")
+            offloaded = plan.copy(offload="optimizer")
             is_lean = plan.offload is None and peak_memory(found.shape, offloaded, job).total <= found.budget
             if is_lean and found.space.refuses(offloaded) is None:
                 yield offloaded.label

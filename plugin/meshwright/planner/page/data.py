@@ -237,17 +237,14 @@ def describe_ranks(plan: Candidate) -> str:
 
 def describe_rows(plan: Candidate) -> str:
     """Return the second part of ``describe_plan``: the micro-batches and what is recomputed."""
-    batches = (
-        "one micro-batch"
-        if plan.gradient_accumulation_steps == 1
-        else f"{plan.gradient_accumulation_steps} micro-batches"
-    )
+    count, size = plan.gradient_accumulation_steps, plan.micro_batch_size
+    batches = "one micro-batch" if count == 1 else f"{count} micro-batches"
     again = {"none": "", "selective": ", attention recomputed", "full": ", all layers recomputed"}.get(
         plan.recompute, f", recompute {plan.recompute}"
     )
     if plan.recomputed_layers is not None:
         again = f", {plan.recomputed_layers} layer{'s' if plan.recomputed_layers > 1 else ''} of each stage recomputed"
-    return f"{batches} of {plan.micro_batch_size} sequence{'s' if plan.micro_batch_size > 1 else ''}{again}"
+    return f"{batches} of {size} sequence{'s' if size > 1 else ''}{again}"
 
 
 def launch_command(plan: str, nodes: int) -> str:

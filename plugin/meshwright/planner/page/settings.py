@@ -17,7 +17,7 @@ from meshwright.planner.job.candidate import Candidate, Job, recomputed_share
 from meshwright.planner.memory.peak import Memory, stage_memory, state_memory
 from meshwright.planner.page.listing import Listed, in_table_order
 from meshwright.planner.search.search import BESIDE_DP, TIE, BestFirst, Search, choice_of
-from meshwright.planner.search.space import Space, expert_reason
+from meshwright.planner.search.space import Space
 from meshwright.planner.time.layer import StepTime
 from meshwright.planner.time.step import StepModel
 
@@ -219,10 +219,7 @@ class PageSettings:
     def _memory(self, plan: Candidate, length: int) -> tuple[tuple[int, int, Memory], ...]:
         # More micro-batches than these need no more memory.
         enough = 3 if plan.pp == 1 else 3 * plan.pp + plan.gradient_accumulation_steps % plan.pp
-        key = (
-            dataclasses.replace(plan, gradient_accumulation_steps=min(plan.gradient_accumulation_steps, enough)),
-            length,
-        )
+        key = plan.copy(gradient_accumulation_steps=min(plan.gradient_accumulation_steps, enough)), length
         if key not in self._weights:
             job = self._job(length)
             self._weights[key] = tuple(
@@ -282,8 +279,8 @@ def _missing(plan: Candidate, space: Space) -> str:
     for name in (*sizes, f"dp={dp}", f"cp={plan.cp}({method})"):
         if name in space.pruned:
             return f"{name}: {space.pruned[name]}"
-    if (reason := expert_reason(plan.resized({"dp": dp}), plan.ep)) is not None:
-        return reason
+    if not (at := plan.copy(dp=dp)).can_share_experts(plan.ep):
+        return f"ep={plan.ep} cannot spread over {at.product('dp', 'cp', 'tp')}"
     return f"schedule={plan.schedule} does not exist for {batch // dp} sequences per data-parallel rank"
 
 

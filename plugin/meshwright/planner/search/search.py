@@ -20,7 +20,7 @@ from meshwright.planner.job.candidate import Candidate, Job, rank_layers
 from meshwright.planner.job.shapes import ModelShape
 from meshwright.planner.machine.hardware import Cluster, HardwareProfile
 from meshwright.planner.memory.peak import Memory, least_memory, peak_memory
-from meshwright.planner.search.space import Space
+from meshwright.planner.search.space import Space, check_plan
 from meshwright.planner.time.layer import StepTime
 from meshwright.planner.time.step import StepModel
 
@@ -50,20 +50,11 @@ def complexity(plan: Candidate) -> tuple[int, ...]:
         >>> complexity(Candidate(dp=8, zero_stage=1)) < complexity(Candidate(dp=4, tp=2, zero_stage=1))
         True
     """
-    axes, uneven = len(axes_of(plan)), plan.stages is not None and len(set(plan.stages)) > 1
-    is_usual = plan.pp == 1 or plan.schedule == "1f1b"
+    uneven = plan.stages is not None and len(set(plan.stages)) > 1
+    is_usual, stage = plan.pp == 1 or plan.schedule == "1f1b", plan.zero_stage
+    of_pipeline = (int(uneven), plan.stages_per_rank, int(not is_usual))
     again = int(plan.recompute != "none")
-    stage = plan.zero_stage
-    return (
-        axes,
-        int(uneven),
-        plan.stages_per_rank,
-        int(not is_usual),
-        int(stage == 3),
-        again,
-        stage,
-        plan.gradient_accumulation_steps,
-    )
+    return (len(axes_of(plan)), *of_pipeline, int(stage == 3), again, stage, plan.gradient_accumulation_steps)
 
 
 def tie_key(plan: Candidate, seconds: float, fastest: float, *, within: float = TIE) -> tuple[Any, ...]:
@@ -147,27 +138,21 @@ class BestFirst:
     def fastest(self, top: int) -> list[tuple[Candidate, StepTime]]:
         """Return the fastest plans that fit with their times, best first; with masters first if the job says so."""
         if not self.space.job.prefers_masters:
-            return self._fastest(top)
-        found = self._fastest(top, rounds=False)
-        return found + self._fastest(top - len(found), rounds=True)
+            return self.fastest_of(top)
+        found = self.fastest_of(top, rounds=False)
+        return found + self.fastest_of(top - len(found), rounds=True)
 
-    def fastest_with(
-        self, axes: Collection[str], top: int, *, slowest: float, rounds: bool | None
-    ) -> list[tuple[Candidate, StepTime]]:
-        """Return the fastest plans that fit and have no axis beside dp but some.
-
-        Args:
-            axes: these axes.
-            top: number of plans.
-            slowest: seconds that a plan may take.
-            rounds: whether the plans have no masters; None for plans with and without.
-        """
-        return self._fastest(top, rounds=rounds, axes=axes, slowest=slowest)
-
-    def _fastest(
+    def fastest_of(
         self, top: int, *, rounds: bool | None = None, axes: Collection[str] = BESIDE_DP, slowest: float = math.inf
     ) -> list[tuple[Candidate, StepTime]]:
-        """Return the fastest plans, of those that the arguments leave."""
+        """Return the fastest plans that fit, of some.
+
+        Args:
+            top: number of plans.
+            rounds: whether the plans have no masters; None for plans with and without.
+            axes: the axes beside dp that they may have.
+            slowest: seconds that a plan may take.
+        """
         if top < 1:
             return []
         model, job = self.model, self.space.job
@@ -411,6 +396,42 @@ def search(
     )  # fmt: skip
 
 
+def weigh(
+    space: Space, profile: HardwareProfile | None, plans: Sequence[Candidate], *, budget: float | None = None
+) -> Search:
+    """Return the given plans as the choices of a search, in the given order, whether they fit or not.
+
+    Args:
+        space: the model, the devices and the job.
+        profile: the coefficients (default: the catalogue's).
+        plans: the plans.
+        budget: memory per device that a plan may fill, in bytes (default: 90 % of the device's memory).
+
+    Raises:
+        PlanError: a plan needs another number of devices, or cannot split the model, or has no estimate.
+    """
+    shape, cluster, job = space.shape, space.cluster, space.job
+    profile = profile or HardwareProfile(name="catalogue")
+    budget = budget if budget is not None else HEADROOM * cluster.device.memory
+    for plan in plans:
+        if plan.world_size != cluster.gpus:
+            raise PlanError(
+                f"{plan.label} needs {plan.world_size} devices, but --gpus is {cluster.gpus}; write --gpus "
+                f"{plan.world_size}, or a plan of {cluster.gpus} devices"
+            )
+        check_plan(shape, plan)
+        if (reason := space.reason_against("tp", plan.tp)) is not None:
+            raise PlanError(f"{plan.label}: {reason}")
+        if (reason := space.too_narrow(plan.tp)) is not None:
+            raise PlanError(f"{plan.label}: {reason}; write a smaller tp, or --precision bf16")
+    model = StepModel(shape, cluster, profile.coefficients)
+    weights = {plan: peak_memory(shape, plan, job) for plan in plans}
+    choices = [choice_of(space, plan, model.step(plan, job), weights[plan]) for plan in plans]
+    return outcome(
+        space, profile, budget, choices, weights, binding={}, considered=len(weights), simulated=len(weights)
+    )
+
+
 def _with_simplest(walk: BestFirst, choices: Sequence[Choice], within: float, top: int) -> list[Choice]:
     """Return the simplest plan that ties with the fastest ones, and ``top`` of these, in the order of the table."""
     space, job = walk.space, walk.space.job
@@ -422,7 +443,7 @@ def _with_simplest(walk: BestFirst, choices: Sequence[Choice], within: float, to
     found = {choice.plan: choice for choice in choices}
     # A plan with as many axes as the first one is not looked for.
     for axes in ((), *((name,) for name in BESIDE_DP))[: fewest if fewest < 2 else None]:
-        for plan, time in walk.fastest_with(axes, len(choices), slowest=slowest, rounds=rounds):
+        for plan, time in walk.fastest_of(len(choices), rounds=rounds, axes=axes, slowest=slowest):
             found.setdefault(plan, choice_of(space, plan, time, walk.weigh(plan)))
     simplest = in_order(list(found.values()), job, within=within)[0]
     return in_order(list({each.plan: each for each in (simplest, *choices[:top])}.values()), job, within=within)

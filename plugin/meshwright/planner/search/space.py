@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from meshwright.errors import PlanError
 from meshwright.mesh.rank_grid import PLAN_AXES
 from meshwright.plan.parts import Method, local_tokens
 from meshwright.plan.schedule import SPLIT_BACKWARD, Schedule
@@ -66,7 +67,7 @@ class Space:
         for dp, sizes in self._sizes(self.cluster.gpus, PLAN_AXES[1:]):
             if self._rejected(f"dp={dp}", self._dp_reason(dp)):
                 continue
-            ranks = Candidate(dp=dp).resized(sizes)
+            ranks = Candidate(dp=dp).copy(**sizes)
             if self._rejected(f"tp={ranks.tp},cp={ranks.cp}", self._shared_tokens_reason(ranks)):
                 continue
             for context, ulysses in self._methods(ranks.cp, ranks.tp):
@@ -254,19 +255,45 @@ class Space:
         return found
 
 
-def expert_reason(plan: Candidate, ep: int) -> str | None:
-    """Return why ``ep`` ranks of a plan cannot share experts; None if they can.
+def check_plan(shape: ModelShape, plan: Candidate) -> None:
+    """Raise a PlanError if the sizes of a model cannot be split as a plan says."""
+    for uneven in shape.uneven(plan.tp):
+        raise PlanError(f"{plan.label}: {uneven} of {shape.name} is not divisible by tp={plan.tp}")
+    check_expert_ranks(shape, plan)
+    count = plan.pp * plan.stages_per_rank
+    if count > shape.most_stages:
+        first = f", of which the first stage needs {shape.least_on_first}" if shape.least_on_first > 1 else ""
+        raise PlanError(f"{plan.label}: {count} stages are more than the {shape.layers} layers of {shape.name}{first}")
+    if plan.stages is not None and (len(plan.stages) != count or sum(plan.stages) != shape.layers):
+        raise PlanError(
+            f"{plan.label}: the stages must be {count} and hold the {shape.layers} layers of {shape.name} together"
+        )
+    if plan.stages is not None and plan.stages[0] < shape.least_on_first:
+        raise PlanError(f"{plan.label}: the first stage of {shape.name} needs {shape.least_on_first} layers")
+    if plan.cp > 1:
+        if plan.context not in shape.traits.context:
+            raise PlanError(f"{plan.label}: the attention of {shape.name} cannot use context={plan.context!r}")
+        for context, ulysses, reason in methods(shape, plan.cp, plan.tp):
+            if (context, ulysses) == (plan.context, plan.ulysses) and reason is not None:
+                raise PlanError(f"{plan.label}: {reason}")
+    if plan.recomputed_layers is not None and plan.recomputed_layers > shape.layers:
+        raise PlanError(
+            f"{plan.label}: {plan.recomputed_layers} recomputed layers are more than the {shape.layers} of {shape.name}"
+        )
 
-    Example:
-        >>> expert_reason(Candidate(dp=2, tp=4), 2), expert_reason(Candidate(dp=3, tp=2), 3)
-        (None, 'ep=3 is neither a divisor nor a multiple of tp=2')
-    """
-    if plan.can_share_experts(ep):
-        return None
-    ranks = plan.data_ranks * plan.tp
-    if ranks % ep:
-        return f"ep={ep} does not divide dp x cp x tp = {ranks}"
-    return f"ep={ep} is neither a divisor nor a multiple of tp={plan.tp}"
+
+def check_expert_ranks(shape: ModelShape, plan: Candidate) -> None:
+    """Raise a PlanError if ranks cannot share a model's experts as a plan says, or it has no estimate."""
+    if plan.ep > 1 and plan.ep > shape.experts:
+        have = f"{shape.experts} experts in a layer" if shape.experts else "no experts"
+        raise PlanError(f"{plan.label}: {shape.name} has {have}, which {plan.ep} ranks cannot share; leave ep out")
+    if not plan.can_share_experts(plan.ep):
+        raise PlanError(f"{plan.label}: ep={plan.ep} cannot spread over {plan.product('dp', 'cp', 'tp')}")
+    if shape.experts and plan.tp > 1 and not plan.sequence_parallel:
+        raise PlanError(
+            f"{plan.label}: {shape.name} has experts, which the planner estimates under tp with sequence parallelism "
+            f"only; write tp{plan.tp}+sp"
+        )
 
 
 def divisors(number: int) -> list[int]:

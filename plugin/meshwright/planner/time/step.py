@@ -196,9 +196,8 @@ class StepModel(LayerModel):
     def data(self, plan: Candidate, job: Job, forward: float, backward: float) -> float:
         """Return the seconds per step of data-parallel communication that compute does not hide."""
         overlaps = self.overlaps(plan, job, forward, backward)
-        return sum(
-            overlap.exposed * (plan.gradient_accumulation_steps if overlap.is_repeated else 1) for overlap in overlaps
-        )
+        micro = plan.gradient_accumulation_steps
+        return sum(overlap.exposed * (micro if overlap.is_repeated else 1) for overlap in overlaps)
 
     def overlaps(self, plan: Candidate, job: Job, forward: float, backward: float) -> list[Overlap]:
         """Return the data-parallel communication of the slowest rank, with what hides it.
