@@ -266,7 +266,7 @@ def test_a_saved_plan(tmp_path: Path, pool2: Any) -> None:
     plan, losses = pool2.run(picked, {"plan": str(path)})[0]
     assert (plan["tp"], plan["sequence_parallel"], plan["micro_batch_size"]) == (2, True, 4)
     assert losses == pytest.approx(picked({})[1], rel=1e-5)
-    save_plan(Candidate(pp=2, schedule="zbv", chunks=2, gradient_accumulation_steps=4), path)
+    save_plan(Candidate(pp=2, schedule="zbv", gradient_accumulation_steps=4), path)
     fields = {"pp": 2, "schedule": "zbv", "micro_batch_size": 1}
     assert given_plan(mw.ToDistributedConfig(plan=path)) == mw.ParallelPlan(**fields)
     save_plan(Candidate(dp=4, replicate=2, zero_stage=1), path)

@@ -1,15 +1,15 @@
 """Picks the plan for ``to_distributed`` on this run's hardware profile: the plan that ``meshwright plan`` would show
 first, if the model can run it.
 
-What the runtime refuses (``Feature.refusals``) is left out of the search, as far as it shows before the model is cut.
-Then the runtime decides, as for a given plan, what the first choice does to the model, in passes without values. If it
-cannot be cut, another search follows.
+The runtime says which plans it refuses (``Feature.refusals``), and decides, as for a given plan, what the first choice
+does to the model, in passes without values. If no choice can run, a search without what was refused follows.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import logging
 import os
 import random
@@ -106,41 +106,51 @@ def tell_reasons(reasons: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class RunnablePlans:
-    """Which plans the runtime takes for one call. Each kind of plan is asked about once.
+    """Which plans the runtime takes for one call.
 
     Args:
         call: the call, under any plan.
         rows: the rows by which a call is refused before its plan cuts the model.
         decide: decides what the plan of a call does to the model, or raises.
+        by_rows, when_cut: why kinds of plans are refused, as far as this was asked; None for those that are not.
     """
 
     call: Call
     rows: Sequence[Refusal]
     decide: Callable[[Call], Decision]
-    _known: dict[Candidate, str | None] = field(default_factory=dict, init=False)
+    by_rows: dict[Candidate, str | None] = field(default_factory=dict)
+    when_cut: dict[Candidate, str | None] = field(default_factory=dict)
 
     def refusal(self, plan: Candidate) -> str | None:
-        """Return why the call is refused under a plan, as far as the rows say before the model is cut; None if not."""
-        if (kind := _kind(plan)) not in self._known:
-            try:
-                call = self._under(plan)
-                errors = (row.error(call) for row in self.rows if not row.after_cut)
-                self._known[kind] = next((str(error) for error in errors if error is not None), None)
-            except PlanError as error:  # two fields contradict each other
-                self._known[kind] = str(error)
-        return self._known[kind]
+        """Return why the call is refused under a plan, as far as shows before the model is cut; None if it is not."""
+        if (kind := _alike(plan)) not in self.by_rows:
+            self.by_rows[kind] = self._refused(plan, self._first_row)
+        return self.known_refusal(plan)
+
+    def known_refusal(self, plan: Candidate) -> str | None:
+        """Return the same without a new question, which a search would ask about hundreds of plans."""
+        return self.by_rows.get(_alike(plan)) or self.when_cut.get(_kind(plan))
 
     def refusal_when_cut(self, plan: Candidate) -> str | None:
         """Return the same after the model was cut by the plan, which takes as long as passes without values."""
-        kind = _kind(plan)
+        if self.refusal(plan) is None:
+            self.when_cut[_kind(plan)] = self._refused(plan, self._cut)
+        return self.refusal(plan)
+
+    def _refused(self, plan: Candidate, ask: Callable[[Call], str | None]) -> str | None:
         try:
-            cut = self.decide(self._under(plan)).cut
+            return ask(dataclasses.replace(self.call, plan=with_sequence_parallel(plan.plan, self.call.config)))
         except (PlanError, OptimizerMismatchError) as error:
-            self._known[kind] = str(error)
             return str(error)
-        if cut is not None and not cut.order.is_plain:
-            self._known[kind] = "what crosses its stages beside [rows, tokens, channels] has no estimate"
-        return self._known.get(kind)
+
+    def _first_row(self, call: Call) -> str | None:
+        errors = (row.error(call) for row in self.rows if not row.after_cut)
+        return next((str(error) for error in errors if error is not None), None)
+
+    def _cut(self, call: Call) -> str | None:
+        cut = self.decide(call).cut
+        is_known = cut is None or cut.order.is_plain
+        return None if is_known else "what crosses its stages beside [rows, tokens, channels] has no estimate"
 
     def against(self) -> dict[str, str]:
         """Return each axis with which no plan may be picked, and the reason."""
@@ -156,24 +166,21 @@ class RunnablePlans:
                 found[axis] = reason
         return found
 
-    @property
-    def refusals(self) -> dict[str, str]:
-        """The reasons that were found so far, by the first words of a plan of the kind."""
-        return {kind.label: reason for kind, reason in self._known.items() if reason is not None}
-
-    def _under(self, plan: Candidate) -> Call:
-        return dataclasses.replace(self.call, plan=with_sequence_parallel(plan.plan, self.call.config))
-
 
 def _kind(plan: Candidate) -> Candidate:
-    """Return a plan that is refused for the same reasons: how many ranks or rows there are does not decide that."""
+    """Return a plan that is refused for the same reasons: how many rows a rank has, and in how many stages, is none."""
     return plan.copy(
-        dp=plan.dp if plan.ep > 1 else min(plan.dp, 2),
+        dp=min(plan.dp, 2),
         micro_batch_size=1,
         gradient_accumulation_steps=min(plan.gradient_accumulation_steps, 2),
         recomputed_layers=None if plan.recomputed_layers is None else 1,
         stages=None,
     )
+
+
+def _alike(plan: Candidate) -> Candidate:
+    """Return a plan that the rows refuse for the same reasons: they ask which axes it has, and for the size of ep."""
+    return _kind(plan).copy(**{axis: min(size, 2) for axis, size in plan.sizes.items()}, chunks=None, ulysses=None)
 
 
 def _with_axis(axis: str, size: int) -> Candidate:
@@ -211,19 +218,17 @@ def pick_plan(
 def _first_runnable(plans: RunnablePlans, rows: int, length: int, nodes: int) -> tuple[Search, Choice]:
     """Return the first plan under which the model can be cut, and the search that found it.
 
-    A search leaves out what the rows refuse. If the model cannot be cut by the plan, a search without the plan's axis
-    follows, or the next plan if no axis is to blame.
+    If an axis of a refused plan is to blame, a search without it follows, and otherwise the next plan.
     """
     against, kind = plans.against(), kind_of(plans.call.optimizer, plans.call.model)
     while True:
         found = _search(plans, rows, length, nodes, against, kind)
         for choice in found.choices:
-            if (plans.refusal(choice.plan) or plans.refusal_when_cut(choice.plan)) is None:
+            if plans.refusal_when_cut(choice.plan) is None:
                 return found, choice
             sizes = {axis: getattr(choice.plan, axis) for axis in axes_of(choice.plan)}
-            alone = {axis: _with_axis(axis, size) for axis, size in sizes.items()}
-            reasons = {axis: plans.refusal(plan) or plans.refusal_when_cut(plan) for axis, plan in alone.items()}
-            if blamed := {f"{axis}={sizes[axis]}": reason for axis, reason in reasons.items() if reason is not None}:
+            reasons = {f"{axis}={n}": plans.refusal_when_cut(_with_axis(axis, n)) for axis, n in sizes.items()}
+            if blamed := {size: reason for size, reason in reasons.items() if reason is not None}:
                 against |= blamed
                 break
 
@@ -259,21 +264,25 @@ def _search(
             "by the same factor. To choose the plan yourself, pass ToDistributedConfig(plan=ParallelPlan(...))",
             type(model).__name__, shape.parameters / 1e6, parameters / 1e6,
         )  # fmt: skip
-    space = Space(shape=shape, cluster=cluster, job=job, most_zero=2, against=against, refuses=plans.refusal)
-    found = search(space, profile, top=TIED, budget=budget, within=TIE)
+    known = Space(
+        shape=shape, cluster=cluster, job=job, most_zero=2, against=against, refuses=plans.known_refusal
+    )  # fmt: skip
+    asked = dataclasses.replace(known, refuses=plans.refusal)
+    find = functools.partial(search, profile=profile, top=TIED, within=TIE)
+    found = find(known, budget=budget)
     if config.prefer == "memory" and found.choices:
         # Nothing fits into one byte, so each plan is tried with the most recompute.
-        leanest = search(space, profile, budget=1).smallest[1].total
-        found = search(space, profile, top=TIED, budget=leanest, within=TIE)
+        found = find(known, budget=search(asked, profile, budget=1).smallest[1].total)
     if not found.choices:
         # ZeRO stage 3 comes last: its time was never measured, though its memory is as well known as the others'.
-        found = search(dataclasses.replace(space, most_zero=3), profile, top=TIED, budget=budget, within=TIE)
-    if not found.choices and found.fitting:
-        said = "; ".join(f"{label}: {reason}" for label, reason in list(plans.refusals.items())[:3])
+        found = find(dataclasses.replace(known, most_zero=3), budget=budget)
+    if found.choices:
+        return found
+    if found.fitting:
+        refused = ((kind.label, reason) for kind, reason in {**plans.by_rows, **plans.when_cut}.items() if reason)
+        said = "; ".join(f"{label}: {reason}" for label, reason in itertools.islice(refused, 3))
         raise PlanError(f"none of the plans that fit works for {type(model).__name__}: {said}")
-    if not found.choices:
-        raise explain.no_fit(found)
-    return found
+    raise explain.no_fit(find(dataclasses.replace(asked, most_zero=3), budget=budget))
 
 
 def _batch(dataloader: Iterable[object] | None, config: ToDistributedConfig) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from meshwright.errors import PlanError
 from meshwright.planner.job.candidate import Candidate, Job, recomputed_share
 from meshwright.planner.memory.peak import Memory, stage_memory, state_memory
 from meshwright.planner.page.listing import Listed, in_table_order
-from meshwright.planner.search.search import BESIDE_DP, TIE, BestFirst, Search, choice_of
+from meshwright.planner.search.search import TIE, BestFirst, Search, choice_of
 from meshwright.planner.search.space import Space
 from meshwright.planner.time.layer import StepTime
 from meshwright.planner.time.step import StepModel
@@ -409,9 +409,9 @@ def _faster(settings: PageSettings, at: _Setting, best: float, without_masters: 
         return  # no plan fits, but a search would weigh them all
     walk = BestFirst(space, model, found.budget)
     prefers = found.job.prefers_masters
-    fastest = walk.fastest_with(BESIDE_DP, 1, slowest=best / (1 + TIE), rounds=False if prefers else None)
+    fastest = walk.fastest_of(1, slowest=best / (1 + TIE), rounds=False if prefers else None)
     if not fastest and prefers and math.isinf(best):
-        fastest = walk.fastest_with(BESIDE_DP, 1, slowest=without_masters / (1 + TIE), rounds=True)
+        fastest = walk.fastest_of(1, slowest=without_masters / (1 + TIE), rounds=True)
     for plan, _ in fastest:
         yield plan
 
