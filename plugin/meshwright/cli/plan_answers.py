@@ -8,7 +8,7 @@ import importlib
 import json as json_format
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -23,9 +23,10 @@ from meshwright.errors import PlanError
 from meshwright.printable import shell_word
 
 if TYPE_CHECKING:
+    from meshwright.plan.parallel_plan import ParallelPlan
     from meshwright.planner.answers.explain import Change
     from meshwright.planner.answers.sweep import SweepRow, TrainingWay
-    from meshwright.planner.job.candidate import Candidate, Job
+    from meshwright.planner.job.candidate import Job
     from meshwright.planner.machine.hardware import Cluster
     from meshwright.planner.search.search import Search
 
@@ -184,15 +185,16 @@ def _write_page(
         )  # fmt: skip
 
 
-def answer_own(question: PlanQuestion, outputs: Outputs, plans: Callable[[Job], list[Candidate]]) -> bool:
+def answer_own(question: PlanQuestion, outputs: Outputs, plans: Sequence[ParallelPlan]) -> bool:
     """Print the estimates of the user's plans; return whether the first one fits."""
     from meshwright.planner.answers import explain
     from meshwright.planner.formatting import gib
+    from meshwright.planner.job.candidate import Candidate
     from meshwright.planner.search.search import weigh
 
     outputs.check()
     space = question.space()
-    own = plans(space.job)
+    own = [Candidate.of(plan, space.job) for plan in plans]
     if len(own) > 1:
         outputs.refuse_files(f"--plan gives {len(own)}; give one")
     if getattr(outputs, "html", None) is not None:

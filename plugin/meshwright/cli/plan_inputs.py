@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from meshwright.planner.answers.cost import Budget
     from meshwright.planner.answers.sweep import TrainingWay
     from meshwright.planner.job.adapters import Lora
-    from meshwright.planner.job.candidate import Candidate, Job
+    from meshwright.planner.job.candidate import Job
     from meshwright.planner.job.shapes import ModelShape
     from meshwright.planner.machine.hardware import Cluster, HardwareProfile
     from meshwright.planner.search.search import Search
@@ -377,8 +377,8 @@ def _described(model: Path) -> tuple[ModelShape, dict[str, str]]:
 
 def own_plans(
     words: Sequence[str], sizes: Mapping[str, object], gpus: int | None
-) -> tuple[int | None, Callable[[Job], list[Candidate]]]:
-    """Return the number of devices of the plans that the user gives, and a function that makes them for a job.
+) -> tuple[int | None, list[ParallelPlan]]:
+    """Return the number of devices of the plans that the user gives, and the plans.
 
     Args:
         words: plans in words, or files.
@@ -390,7 +390,6 @@ def own_plans(
     """
     # Imported here, since it imports torch, which takes seconds.
     from meshwright.choose.given_plan import plan_of_sizes, resolve_plan
-    from meshwright.planner.job.candidate import Candidate
 
     if words and sizes:
         options = ", ".join(f"--{name.replace('_', '-')}" for name in sizes)
@@ -408,7 +407,7 @@ def own_plans(
 
         plans = [plan_of_sizes(sizes, gpus, uneven)]
     world = gpus if gpus is not None else plans[0].world_size if plans else None
-    return world, lambda job: [Candidate.of(plan, job) for plan in plans]
+    return world, plans
 
 
 def _check_sizes(sizes: Mapping[str, object], gpus: int | None) -> None:

@@ -182,19 +182,19 @@ class Candidate(ParallelPlan):
         """
         if plan.etp > 1:
             raise PlanError(
-                f"etp={plan.etp} cuts experts into slices, which the planner does not estimate; leave etp out"
+                f"etp={plan.etp} cuts experts into slices, which the planner does not estimate; leave it out"
             )
-        rows, rest = divmod(job.global_batch, plan.dp)
+        dp = plan.dp
+        rows, rest = divmod(job.global_batch, dp)
         if rest:
             raise PlanError(
-                f"--global-batch {job.global_batch} is not divisible by dp={plan.dp}; use a multiple of dp, or another "
-                "dp"
+                f"--global-batch {job.global_batch} is not divisible by dp={dp}; use a multiple of dp, or another dp"
             )
         parts = plan.gradient_accumulation_steps
         micro = plan.micro_batch_size or max(1, rows // parts)
         if rows % micro or (parts > 1 and rows % parts):
             raise PlanError(
-                f"a rank's {rows} sequences (--global-batch {job.global_batch} over dp={plan.dp}) cannot be split into "
+                f"a rank's {rows} sequences (--global-batch {job.global_batch} over dp={dp}) cannot be split into "
                 f"micro-batches of {micro if rows % micro else rows / parts:g}; use a divisor of {rows}"
             )
         unused = (name for axis, names in OPTIONS.items() if getattr(plan, axis) == 1 for name in names)
