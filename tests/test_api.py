@@ -136,9 +136,21 @@ def test_errors_of_use_are_value_errors_and_those_between_ranks_are_not() -> Non
         assert issubclass(getattr(mw, name), kind), name
 
 
-def test_import_pays_for_torch_alone() -> None:
-    heavy = ("transformers", "accelerate", "datasets", "deepspeed", "meshwright_hf", "matplotlib", "pandas")
-    code = f"import sys, meshwright; print([name for name in {heavy!r} if name in sys.modules])"
+def test_imports_of_the_package_and_of_its_planner_are_cheap() -> None:
+    heavy = (
+        "torch",
+        "numpy",
+        "transformers",
+        "accelerate",
+        "datasets",
+        "deepspeed",
+        "meshwright_hf",
+        "matplotlib",
+        "pandas",
+    )
+    code = (
+        f"import sys, meshwright, meshwright.planner.page; print([name for name in {heavy!r} if name in sys.modules])"
+    )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
 
 

@@ -180,11 +180,9 @@ class Candidate(ParallelPlan):
             >>> Candidate.of(ParallelPlan(dp=2, zero_stage=1, micro_batch_size=2), job).label
             'dp2 zero1 mb2x4'
         """
-        if plan.etp > 1:
-            raise PlanError(
-                f"etp={plan.etp} cuts experts into slices, which the planner does not estimate; leave it out"
-            )
-        dp = plan.dp
+        dp, etp = plan.dp, plan.etp
+        if etp > 1:
+            raise PlanError(f"etp={etp} cuts experts into slices, which the planner does not estimate; leave etp out")
         rows, rest = divmod(job.global_batch, dp)
         if rest:
             raise PlanError(
