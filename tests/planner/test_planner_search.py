@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
 import pytest
 
 from meshwright.errors import PlanError
 from meshwright.planner.answers import explain
-from meshwright.planner.job.candidate import Job
+from meshwright.planner.job.candidate import Candidate, Job
 from meshwright.planner.job.shapes import ModelShape
 from meshwright.planner.machine.hardware import Cluster, HardwareProfile, device
 from meshwright.planner.memory.peak import peak_memory
@@ -119,6 +120,21 @@ def test_or_with_stages() -> None:
     found = find(HUGE, gpus=256, gpu="h100-sxm", batch=256, against="cp")
     assert any(choice.plan.pp > 1 and choice.plan.zero_stage < 2 for choice in found.choices)
     assert all(choice.plan.runs_today and choice.plan.recompute != "selective" for choice in found.choices)
+
+
+def test_what_the_runtime_refuses_is_neither_searched_nor_proposed() -> None:
+    """Without these refusals, cp2, tp4 and ZeRO-3 with the state on the host are what would make a plan fit."""
+
+    def refuses(plan: Candidate) -> str | None:
+        return "it has hooks" if plan.tp > 1 or plan.zero_stage == 3 else None
+
+    few = {"gpus": 2, "gpu": "a100-40", "seq": 32768, "batch": 2}
+    said, free = (str(explain.no_fit(find(**few, **more))) for more in ({"against": "cp", "refuses": refuses}, {}))
+    assert all(word in free and word not in said for word in (" cp", " tp", "zero3"))
+    assert re.search(r"--gpus 16 \(dp2 pp8 ", said)
+    found = find(TINY, batch=64, gpus=4, seq=2048, refuses=refuses)
+    assert found.choices and all(refuses(choice.plan) is None for choice in found.choices)
+    assert "it has hooks" in found.space.pruned.values()
 
 
 def test_remedy_of_more_devices_holds() -> None:
