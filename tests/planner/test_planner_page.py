@@ -88,7 +88,7 @@ def test_a_setting_is_what_the_planner_says_of_that_job() -> None:
                 dataclasses.replace(
                     space.candidate(region, size, zero, plan.recompute),
                     stages=plan.stages,
-                    recomputed=plan.recomputed_layers,
+                    recomputed_layers=plan.recomputed_layers,
                 )
                 for region in space.regions()
                 if (region.tp, region.cp, region.context, region.pp, region.schedule, region.stages_per_rank)
