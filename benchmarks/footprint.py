@@ -46,9 +46,7 @@ def ratios() -> Iterator[tuple[str, float, float, bool]]:
                 model = getattr(transformers, f"{family}ForCausalLM")(config).to(dtype).train()
             fields = dict(PLANS[name])
             trace = trace_step(model, mw.ParallelPlan(**fields), rows=rows, length=length)
-            dp = fields.pop("dp", 1)
-            spread = {"shard": dp} if "zero_stage" in fields else {"replicate": dp}
-            plan = Candidate(**spread, micro_batch=rows, **fields)
+            plan = Candidate(micro_batch_size=rows, **fields)
             job = Job(seq_len=length, global_batch=rows, on_cpu=True)
             job = job.in_32_bits() if dtype is torch.float32 else job
             held = footprint(describe(model.config), plan, job)

@@ -61,7 +61,7 @@ def worker(arguments: argparse.Namespace) -> None:
         for choice in found.choices:
             model = copy.deepcopy(origin)
             optimizer = torch.optim.AdamW(model.parameters())
-            plan = mw.ParallelPlan(**choice.plan.runnable_fields())
+            plan = choice.plan.plan
             model, optimizer, _ = mw.to_distributed(model, optimizer, config=mw.ToDistributedConfig(plan=plan))
             own = rows // plan.dp
             first = dist.get_rank() // plan.tp * own

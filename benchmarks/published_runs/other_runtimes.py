@@ -74,7 +74,7 @@ class OtherModel(StepModel):
         """
         if plan.recompute in ("none", "selective", "full"):
             return super().repeated(layer, plan, job, once)
-        rows, h, q = plan.micro_batch * job.seq_len / plan.cp, layer.hidden, layer.query_width / plan.tp
+        rows, h, q = plan.micro_batch_size * job.seq_len / plan.cp, layer.hidden, layer.query_width / plan.tp
         kv, ups = layer.local_kv_width(plan.tp), layer.mlp_inputs * bool(layer.ffn)
         sizes = [(h, q), (h, kv), (h, kv), (q, h)] + [(h, layer.ffn / plan.tp)] * ups
         matmuls = sum(self.matmul(rows, inner, columns, precision=job.precision) for inner, columns in sizes[1::2])
@@ -97,7 +97,7 @@ class OtherStage(Stage):
         if plan.recompute in ("none", "selective", "full"):
             return saved
         # If backward repeats every second matmul: the input, q, v, attention and its gate or up.
-        rows, t = plan.micro_batch * job.seq_len / plan.cp, plan.tp
+        rows, t = plan.micro_batch_size * job.seq_len / plan.cp, plan.tp
         runs = []
         for run, layer in zip(saved.runs, shape.runs, strict=True):
             kept = 2 * layer.query_width / t + layer.local_kv_width(t) + layer.ffn / t

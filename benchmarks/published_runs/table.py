@@ -217,8 +217,8 @@ def _run(row: Mapping[str, Any], line: int, path: str | Path) -> Run:
             shape=shape,
             cluster=cluster,
             plan=Candidate(
-                replicate=dp // shard,
-                shard=shard,
+                dp=dp,
+                replicate=dp // shard if zero else 1,
                 tp=tp,
                 sequence_parallel=yes_or_no("sp", row["sp"]),
                 cp=cp,
@@ -228,8 +228,8 @@ def _run(row: Mapping[str, Any], line: int, path: str | Path) -> Run:
                 schedule=schedule,
                 chunks=chunks,
                 stages=stages,
-                micro_batch=micro,
-                accumulation=batch // (dp * micro),
+                micro_batch_size=micro,
+                gradient_accumulation_steps=batch // (dp * micro),
                 zero_stage=zero,
                 recompute=recompute,  # type: ignore[arg-type]  # or "per-op", which OtherModel knows
             ),

@@ -20,6 +20,7 @@ from meshwright import balance_experts, expert_counts
 from meshwright.choose.given_plan import PLAN_VARIABLE
 from meshwright.choose.model_sizes import describe_model
 from meshwright.choose.picked_plan import device_at_hand, plan_card
+from meshwright.distribute.decide import call_of, runnable_plans
 from meshwright.errors import DivergenceError, PlanError
 from meshwright.faults.memory_digest import memory_digest
 from meshwright.mesh.process_group import world_size
@@ -190,7 +191,8 @@ class MeshwrightCallback(TrainerCallback):
         replicas = world_size() if runtime is None else runtime.mesh.dp.size
         rows = args.train_batch_size * args.gradient_accumulation_steps * replicas
         try:
-            card = plan_card(model, loader, rows=rows, device=device, optimizer=optimizer)
+            call = call_of(model, ToDistributedConfig(), optimizer, device)
+            card = plan_card(runnable_plans(call), loader, rows=rows)
         except PlanError as error:
             card = f"no plan: {error}"
         if runtime is not None and runtime.plan is not None:

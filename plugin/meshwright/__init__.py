@@ -58,8 +58,9 @@ if TYPE_CHECKING:
     from meshwright.optim.runtime import no_sync, plan_of
     from meshwright.parallel.experts.token_dispatchers import TokenDispatcher, register_dispatcher
     from meshwright.placement import Partial, Replicate, Shard, reshard, shard_tensor
-    from meshwright.plan.config import ParallelPlan, ToDistributedConfig
+    from meshwright.plan.config import ToDistributedConfig
     from meshwright.plan.loader_options import LoaderOptions
+    from meshwright.plan.parallel_plan import ParallelPlan
     from meshwright.roles import Role, ShardingPlan, decoder_roles, infer_plan, register_plan
     from meshwright_tools.verification.verify import verify
 
@@ -73,8 +74,9 @@ _HOMES = {
     "checkpoint.format.optimizer_files": ("load_optimizer", "save_optimizer"),
     "checkpoint.format.save_checkpoint": ("save_checkpoint",),
     "checkpoint.one_device.save_pretrained": ("save_weights",),
-    "plan.config": ("ParallelPlan", "ToDistributedConfig"),
+    "plan.config": ("ToDistributedConfig",),
     "plan.loader_options": ("LoaderOptions",),
+    "plan.parallel_plan": ("ParallelPlan",),
     "construct.deferred_init": ("deferred_init",),
     "data.shard_dataloader": ("shard_dataloader",),
     "data_parallel": ("DataParallel", "fused_allreduce_gradients"),

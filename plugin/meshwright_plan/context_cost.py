@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from meshwright.plan.parts import can_exchange, group_sizes, local_tokens
+from meshwright.plan.parts import Method, can_exchange, group_sizes, local_tokens
 from meshwright_plan.job.candidate import Candidate, Job
 from meshwright_plan.job.layer_shape import LayerShape
 from meshwright_plan.job.shapes import ModelShape
@@ -57,7 +57,7 @@ def exchanges(layer: LayerShape, plan: Candidate, job: Job) -> Exchanges:
     """
     if plan.cp == 1:
         return [], []
-    rows = plan.micro_batch * local_tokens(job.seq_len, plan.cp)
+    rows = plan.micro_batch_size * local_tokens(job.seq_len, plan.cp)
     keys, element_bytes, wide = layer.local_kv_width(plan.tp), job.element_bytes, max(4, job.element_bytes)
     if plan.context == "gather":
         whole = plan.cp * rows * 2 * keys
@@ -118,7 +118,7 @@ def block_bytes(layer: LayerShape, plan: Candidate, job: Job) -> tuple[float, fl
     outer = group_sizes(plan.context, plan.cp, plan.ulysses)[1]
     if plan.cp == 1 or (outer == 1 and plan.context != "gather"):
         return 0.0, 0.0
-    rows = plan.micro_batch * job.seq_len / plan.cp
+    rows = plan.micro_batch_size * job.seq_len / plan.cp
     if not runs_flash(layer, job.seq_len):
         scores = rows * layer.heads / plan.tp * layer.attended(job.seq_len) * job.element_bytes / 2
         return (_RING_FORWARD * scores, _RING_BACKWARD * scores) if outer > 1 else (0.0, 0.0)
@@ -133,7 +133,7 @@ def attends_twice(layer: LayerShape, plan: Candidate, job: Job) -> bool:
     return plan.cp > 1 and plan.context in ("gather", "ulysses") and not runs_flash(layer, job.seq_len)
 
 
-def methods(shape: ModelShape, cp: int, tp: int) -> Iterator[tuple[str, int | None, str | None]]:
+def methods(shape: ModelShape, cp: int, tp: int) -> Iterator[tuple[Method, int | None, str | None]]:
     """Yield each method over ``cp`` ranks as (context, ulysses, the reason against it or None).
 
     Example:

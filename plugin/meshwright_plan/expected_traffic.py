@@ -69,7 +69,7 @@ def _axes(plan: Candidate) -> list[str]:
 
 
 def _context(shape: ModelShape, plan: Candidate, job: Job, phases: _Phases) -> None:
-    first = 0
+    first, micro = 0, plan.gradient_accumulation_steps
     for run in shape.runs:
         forward, backward = exchanges(run, plan, job)
         again = min(run.count, max(0, count_recomputed(plan, shape.layers) - first))
@@ -78,29 +78,29 @@ def _context(shape: ModelShape, plan: Candidate, job: Job, phases: _Phases) -> N
         ):  # fmt: skip
             for exchange in sent:
                 kind = _scatter(job) if exchange.kind == "reduce-scatter" else exchange.kind
-                phases[phase]["cp"].add(kind, plan.accumulation * layers * exchange.count, exchange.bytes)
+                phases[phase]["cp"].add(kind, micro * layers * exchange.count, exchange.bytes)
         first += run.count
 
 
 def _tensor(shape: ModelShape, plan: Candidate, job: Job, phases: _Phases) -> None:
     seq_len, b, lora = job.seq_len, job.element_bytes, job.lora
     forward, backward = phases["forward"]["tp"], phases["backward"]["tp"]
-    traits, micro, blocks = shape.traits, plan.accumulation, 2 * shape.layers
+    traits, micro, blocks = shape.traits, plan.gradient_accumulation_steps, 2 * shape.layers
     tokens = local_tokens(seq_len, plan.cp)
-    rows = plan.micro_batch * tokens
+    rows = plan.micro_batch_size * tokens
     whole = rows * shape.hidden * b
     # Recompute reduces the outputs of blocks again, except a layer's last output if no norm reads that output.
     recomputed = count_recomputed(plan, shape.layers)
     again = (2 if traits.norms_outputs else 1) * recomputed
     # Below a frozen embedding nothing has a gradient, except where recompute asks for that of a layer's input.
     ends = int(lora is not None and not recomputed)
-    forward.add("all-reduce", micro, plan.micro_batch * seq_len * shape.hidden * b)  # the embedding's output
+    forward.add("all-reduce", micro, plan.micro_batch_size * seq_len * shape.hidden * b)  # the embedding's output
     chunk = head_chunk(rows, shape.hidden, element_bytes=logit_bytes(shape, b), cpu=job.on_cpu, frozen=lora is not None)
     for first in range(0, rows, chunk):  # the loss: three numbers per token
         forward.add("all-gather", micro, 3 * min(chunk, rows - first) * 4 * plan.tp)
     backward.add("all-reduce", micro, whole)  # the gradient of the head's input
     if plan.sequence_parallel:
-        padded = plan.micro_batch * -(-tokens // plan.tp) * plan.tp * shape.hidden * b
+        padded = plan.micro_batch_size * -(-tokens // plan.tp) * plan.tp * shape.hidden * b
         scatter = _scatter(job)
         forward.add("all-gather", micro * (blocks + 1), padded)
         forward.add(scatter, micro * blocks, padded)
@@ -132,9 +132,10 @@ def _summed(partial: list[Parameter], count: int) -> int:
 
 def _data(shape: ModelShape, plan: Candidate, job: Job, phases: _Phases) -> None:
     phases["forward"]["dp"].add("all-gather", 1, 8 * plan.data_ranks)  # the count of the batch's tokens
-    numbers = 1 if plan.accumulation == 1 else 2  # the sums of the losses, and with micro-batches what they count
-    phases["forward"]["dp"].add("all-gather", plan.accumulation, 8 * numbers * plan.data_ranks)
-    if plan.accumulation > 1:
+    micro = plan.gradient_accumulation_steps
+    numbers = 1 if micro == 1 else 2  # the sums of the losses, and with micro-batches what they count
+    phases["forward"]["dp"].add("all-gather", micro, 8 * numbers * plan.data_ranks)
+    if micro > 1:
         phases["forward"]["dp"].add("all-reduce", 1, 8)  # the number of micro-batches
     members, b = list(trained_members(shape, plan, job.lora)), job.trained_bytes
     if plan.zero_stage == 3:
@@ -146,7 +147,7 @@ def _data(shape: ModelShape, plan: Candidate, job: Job, phases: _Phases) -> None
         sizes = [members[index].numel for index in bucket]
         if plan.zero_stage:
             numel = sharded_length(sizes, plan.data_ranks)
-            times = plan.accumulation if plan.zero_stage == 2 else 1
+            times = micro if plan.zero_stage == 2 else 1
             phases["backward"]["dp"].add(_scatter(job), times, numel * plan.sent_bytes(b))
             phases["optimizer"]["dp"].add("all-gather", 1, numel * b)
         else:
@@ -157,7 +158,7 @@ def _data(shape: ModelShape, plan: Candidate, job: Job, phases: _Phases) -> None
 def _gathered_weights(members: list[Parameter], shape: ModelShape, plan: Candidate, job: Job, phases: _Phases) -> None:
     """Add ZeRO-3's collectives: all-gathers of each unit's weights, and reduce-scatters of its gradients."""
     forward, backward = phases["forward"]["dp"], phases["backward"]["dp"]
-    micro, b = plan.accumulation, job.element_bytes
+    micro, b = plan.gradient_accumulation_steps, job.element_bytes
     for unit in units(members, shape.layers):
         numel = sharded_length((members[index].numel for index in unit), plan.data_ranks)
         first = members[unit[0]]
@@ -174,8 +175,9 @@ def _gathered_weights(members: list[Parameter], shape: ModelShape, plan: Candida
 
 def _gathered_adapters(members: list[Parameter], layers: int, plan: Candidate, job: Job, phases: _Phases) -> None:
     """Add what ZeRO-3 sends of the adapters of each layer, beside its frozen weights."""
+    micro = plan.gradient_accumulation_steps
     for unit in units(members, layers):
         numel = sharded_length((members[index].numel for index in unit), plan.data_ranks)
         for phase in ("forward", "backward"):
-            phases[phase]["dp"].add("all-gather", plan.accumulation, numel * ADAPTER_BYTES)
-        phases["backward"]["dp"].add(_scatter(job), plan.accumulation, numel * plan.sent_bytes(ADAPTER_BYTES))
+            phases[phase]["dp"].add("all-gather", micro, numel * ADAPTER_BYTES)
+        phases["backward"]["dp"].add(_scatter(job), micro, numel * plan.sent_bytes(ADAPTER_BYTES))

@@ -10,11 +10,11 @@ from benchmarks.published_runs.fit import estimate
 from benchmarks.published_runs.table import read_runs
 from meshwright_plan.answers.explain import warnings
 from meshwright_plan.answers.notes import notes
-from meshwright_plan.answers.own_plan import weigh
 from meshwright_plan.job.candidate import Candidate, Job
 from meshwright_plan.job.shapes import ModelShape
 from meshwright_plan.machine.devices import PUBLISHED_TIMES, device
 from meshwright_plan.machine.hardware import Cluster, Coefficients, HardwareProfile
+from meshwright_plan.search.search import weigh
 from meshwright_plan.search.space import Space
 
 DATA = Path(__file__).parents[1] / "data"
@@ -27,7 +27,7 @@ def answer(gpu: str, profile: HardwareProfile | None = None, precision: str = "f
     """What a plan for a device prints: the warnings, and the notes."""
     job = Job(seq_len=2048, global_batch=8, precision=precision)  # type: ignore[arg-type]
     space = Space(shape=SHAPE, cluster=Cluster(device=device(gpu), gpus=8), job=job)
-    found = weigh(space, profile, [Candidate(shard=8, zero_stage=1)])
+    found = weigh(space, profile, [Candidate(dp=8, zero_stage=1)])
     return " ".join(warnings(found)), " ".join(notes(found))
 
 

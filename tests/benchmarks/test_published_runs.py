@@ -330,7 +330,7 @@ def test_without_a_micro_batch_a_pipeline_runs_one_for_each_rank(
     """torchtitan's default; a rank whose sequences do not divide runs them one at a time."""
     row = sharded_row(pp=pp, dp=str(16 // int(pp)), global_batch=batch, micro_batch="")
     [run] = read_runs(write([row], tmp_path))
-    assert (run.plan.micro_batch, run.plan.accumulation) == (micro, count)
+    assert (run.plan.micro_batch_size, run.plan.gradient_accumulation_steps) == (micro, count)
 
 
 def test_fsdp_in_a_pipeline_gathers_weights_once_per_step(tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 import meshwright as mw
 from meshwright.choose.given_plan import given_plan, save_plan
 from meshwright.choose.model_sizes import kind_of
-from meshwright.choose.picked_plan import against_stages, pick_plan, why_not_cut
+from meshwright.choose.picked_plan import RunnablePlans, pick_plan
+from meshwright.distribute.decide import call_of, runnable_plans
 from meshwright_plan.job.candidate import Candidate, Job
 from meshwright_plan.job.optimizers import OPTIMIZERS
 from meshwright_plan.job.shapes import describe
@@ -107,30 +108,41 @@ def test_stages_are_picked_where_nothing_else_can_be(pool2: Any) -> None:
         assert kind == "PlanError" and "pp=2: ToDistributedConfig(picks_stages=False)" in message
 
 
-def test_reasons_against_stages() -> None:
-    model, default = build("llama"), mw.ToDistributedConfig()
-    assert against_stages(model, default) is None and why_not_cut(model, default) is None
-    engine = mw.ToDistributedConfig(engine="DeepSpeed")
-    assert "DeepSpeed runs the backward pass" in str(against_stages(model, engine))
-    assert "float16" in str(against_stages(build("llama").half(), default))
-    assert "computes its own loss" in str(against_stages(torch.nn.Linear(2, 2), default))
+def runnable(model: torch.nn.Module, **options: Any) -> RunnablePlans:
+    return runnable_plans(call_of(model, mw.ToDistributedConfig(**options), None, torch.device("cpu")))
+
+
+def test_what_the_runtime_refuses_is_not_searched() -> None:
+    """By the rows of ``Feature.refusals``, some of which a pass without values decides."""
+    model, stages = build("llama"), Candidate(pp=2, gradient_accumulation_steps=2)
+    plans = runnable(model)
+    assert set(plans.against()) == {"ep"} and plans.refusal(stages) is plans.refusal_when_cut(stages) is None
+    against = runnable(model, engine="DeepSpeed").against()
+    assert "DeepSpeed: its engine runs the backward pass" in against["pp"]
+    assert "averages gradients over dp alone" in against["cp"]
+    assert "float16" in runnable(build("llama").half()).against()["pp"]
+    assert "what the loss of Linear averages over is not known" in runnable(torch.nn.Linear(2, 2)).against()["pp"]
     model.model.forward = lambda *args, **kwargs: None
-    assert "could not be run on tensors without values" in str(why_not_cut(model, default))
+    plans = runnable(model)
+    assert plans.refusal(stages) is None
+    assert "could not be run on tensors without values" in str(plans.refusal_when_cut(stages))
+    assert plans.refusal(stages.copy(gradient_accumulation_steps=8)) is not None  # of the same kind
 
 
 def test_a_budget_decides(pool2: Any) -> None:
     """Just below what the first plan needs it is not picked, and what is picked fits."""
     free, _ = pool2.run(picked, {})[0]
-    simplest = Candidate(replicate=2, micro_batch=4)
+    simplest = Candidate(dp=2, micro_batch_size=4)
     assert (free["dp"], free["zero_stage"], free["micro_batch_size"]) == (2, 0, None)
     budget = needs(simplest) - 1
     tight, losses = pool2.run(picked, {"memory_budget": budget})[0]
     assert tight != free
     micro = tight["micro_batch_size"] or ROWS // tight["dp"]
     chosen = Candidate(
-        shard=tight["dp"], tp=tight["tp"], sequence_parallel=tight["sequence_parallel"], micro_batch=micro,
-        accumulation=ROWS // tight["dp"] // micro, zero_stage=tight["zero_stage"], recompute=tight["recompute"],
-    )  # fmt: skip
+        **{name: tight[name] for name in ("dp", "tp", "sequence_parallel", "zero_stage", "recompute")},
+        micro_batch_size=micro,
+        gradient_accumulation_steps=ROWS // tight["dp"] // micro,
+    )
     assert needs(chosen) <= budget
     assert losses == pytest.approx(picked({})[1], rel=1e-5)  # the same batch, in other pieces
 
@@ -139,14 +151,14 @@ def test_the_leanest_plan_on_request(pool2: Any) -> None:
     lean, _ = pool2.run(picked, {"prefer": "memory"})[0]
     free, _ = pool2.run(picked, {})[0]
     assert (lean["recompute"], free["recompute"]) == ("full", "none")
-    spread = {"shard": lean["dp"], "zero_stage": lean["zero_stage"]}
     micro = lean["micro_batch_size"] or ROWS // lean["dp"]
     chosen = Candidate(
-        **spread, tp=lean["tp"], sequence_parallel=lean["sequence_parallel"], micro_batch=micro,
-        accumulation=ROWS // lean["dp"] // micro, recompute="full",
-    )  # fmt: skip
-    others = [Candidate(shard=2, zero_stage=1, micro_batch=size, accumulation=4 // size, recompute="full")
-              for size in (1, 2, 4)]  # fmt: skip
+        **{name: lean[name] for name in ("dp", "tp", "sequence_parallel", "zero_stage", "recompute")},
+        micro_batch_size=micro,
+        gradient_accumulation_steps=ROWS // lean["dp"] // micro,
+    )
+    leanest = Candidate(dp=2, zero_stage=1, recompute="full")
+    others = [leanest.copy(micro_batch_size=size, gradient_accumulation_steps=4 // size) for size in (1, 2, 4)]
     assert all(needs(chosen) <= needs(other) for other in others)
 
 
@@ -172,7 +184,8 @@ def test_the_plan_is_the_first_that_meshwright_plan_prints(
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config).bfloat16()
     options = mw.ToDistributedConfig(input_spec={"input_ids": ((rows, 4096), torch.int64)})
-    _, reasons = pick_plan(model, None, None, options, node_num=1, device=torch.device("cuda"))
+    call = call_of(model, options, None, torch.device("cuda"))
+    _, reasons = pick_plan(runnable_plans(call), None, node_num=1)
     assert reasons.startswith(f"picked {label} for")
 
 
@@ -208,13 +221,13 @@ def test_a_stream_tells_no_length(pool2: Any) -> None:
 def test_an_optimizer_that_may_not_be_sharded_decides_too(pool2: Any) -> None:
     plan, _ = pool2.run(picked, {}, OfOneNorm)[0]
     assert (plan["tp"], plan["zero_stage"]) == (1, 0)
-    budget = {"memory_budget": needs(Candidate(replicate=2, micro_batch=4)) - 1}
+    budget = {"memory_budget": needs(Candidate(dp=2, micro_batch_size=4)) - 1}
     plan, _ = pool2.run(picked, budget, Lamb)[0]  # one rank steps each parameter whole
     assert (plan["tp"], plan["zero_stage"]) == (1, 1)
 
 
 def test_the_state_of_the_given_optimizer_is_counted(pool2: Any) -> None:
-    budget = {"memory_budget": needs(Candidate(replicate=2, micro_batch=4)) - 1}  # too little for AdamW's
+    budget = {"memory_budget": needs(Candidate(dp=2, micro_batch_size=4)) - 1}  # too little for AdamW's
     free, _ = pool2.run(picked, {})[0]
     assert pool2.run(picked, budget)[0][0] != free and pool2.run(picked, budget, torch.optim.SGD)[0][0] == free
 
@@ -245,14 +258,18 @@ def test_what_an_optimizer_keeps_is_found_by_trial_steps(name: str, make: Any) -
 
 def test_a_saved_plan(tmp_path: Path, pool2: Any) -> None:
     path = tmp_path / "plan.yaml"
-    save_plan(Candidate(tp=2, sequence_parallel=True, micro_batch=4, accumulation=2), path, comment="by hand")
+    save_plan(
+        Candidate(tp=2, sequence_parallel=True, micro_batch_size=4, gradient_accumulation_steps=2),
+        path,
+        comment="by hand",
+    )
     plan, losses = pool2.run(picked, {"plan": str(path)})[0]
     assert (plan["tp"], plan["sequence_parallel"], plan["micro_batch_size"]) == (2, True, 4)
     assert losses == pytest.approx(picked({})[1], rel=1e-5)
-    save_plan(Candidate(pp=2, schedule="zbv", chunks=2, accumulation=4), path)
+    save_plan(Candidate(pp=2, schedule="zbv", gradient_accumulation_steps=4), path)
     fields = {"pp": 2, "schedule": "zbv", "micro_batch_size": 1}
     assert given_plan(mw.ToDistributedConfig(plan=path)) == mw.ParallelPlan(**fields)
-    save_plan(Candidate(shard=2, replicate=2, zero_stage=1), path)
+    save_plan(Candidate(dp=4, replicate=2, zero_stage=1), path)
     with pytest.raises(mw.PlanError, match="replicate is not available"):
         given_plan(mw.ToDistributedConfig(plan=path))
     with pytest.raises(mw.PlanError, match="no such plan; write one with meshwright plan --save"):
@@ -264,7 +281,7 @@ def test_input_spec_stands_for_the_loader(tight: bool, caplog: pytest.LogCapture
     """One process is told of its plan if memory has decided it, since it has no sizes to choose."""
     model = build("llama", **SIZES).train()
     spec = {"input_ids": ((ROWS, LENGTH), torch.int64)}
-    budget = needs(Candidate(micro_batch=ROWS)) - 1 if tight else None
+    budget = needs(Candidate(micro_batch_size=ROWS)) - 1 if tight else None
     config = mw.ToDistributedConfig(input_spec=spec, memory_budget=budget)
     model, _, _ = mw.to_distributed(model, None, None, config=config)
     plan = mw.plan_of(model)
@@ -327,5 +344,7 @@ def test_reading_rows_to_measure_them_leaves_the_random_state() -> None:
 
 def test_footprint_is_what_the_budget_is_held_against() -> None:
     shape = describe(build("llama", **SIZES).config)
-    held = footprint(shape, Candidate(micro_batch=8), Job(seq_len=LENGTH, global_batch=8, on_cpu=True).in_32_bits())
-    assert needs(Candidate(micro_batch=8)) == pytest.approx(held.peak + 0.4e9)
+    held = footprint(
+        shape, Candidate(micro_batch_size=8), Job(seq_len=LENGTH, global_batch=8, on_cpu=True).in_32_bits()
+    )
+    assert needs(Candidate(micro_batch_size=8)) == pytest.approx(held.peak + 0.4e9)

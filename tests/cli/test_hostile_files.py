@@ -35,7 +35,7 @@ from meshwright_tools.report.report import ReportServer, _Handler, figures_of, r
 from meshwright_tools.report.report_data import header
 from meshwright_tools.report.run_folders import find_runs
 
-PLAN = Candidate(shard=2, tp=1, micro_batch=1, accumulation=1)
+PLAN = Candidate(dp=2, tp=1, micro_batch_size=1, gradient_accumulation_steps=1)
 ENDS = [*"\n\r\x0b\x0c\x1c\x85\u2028\u2029\\'\ud800\ufeff", '"""', "\x1b[31m"]
 
 

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.choose.picked_plan import plan_card
+from meshwright.distribute.decide import call_of, runnable_plans
 from meshwright.monitor.card import Card, Comparison, Estimate, Machine, candidate_of, estimate
 from meshwright.monitor.figures import Figures, RankFigures, StepFigures, clock, line, say, together
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
@@ -201,11 +202,10 @@ def test_the_state_is_that_of_the_optimizer(make: Any, tensors: int, monkeypatch
     found = Machine.find(model, ToDistributedConfig(), make(model.parameters(), lr=0.1))
     memory = estimate(found, ParallelPlan(), torch.float32, (4, LENGTH), 1).fullest
     assert memory.optimizer == tensors * memory.weights
-    options: dict[str, Any] = {"rows": 4, "device": torch.device("cpu")}
     loader = DataLoader([{"input_ids": torch.arange(LENGTH)}] * 4, batch_size=4)
-    of_adam, of_this = (
-        plan_card(model, loader, optimizer=x, **options) for x in (None, make(model.parameters(), lr=0.1))
-    )
+    optimizers = (None, make(model.parameters(), lr=0.1))
+    calls = (call_of(model, ToDistributedConfig(), optimizer, torch.device("cpu")) for optimizer in optimizers)
+    of_adam, of_this = (plan_card(runnable_plans(call), loader, rows=4) for call in calls)
     assert (of_adam == of_this) == (tensors == 2), of_this
 
 

@@ -61,14 +61,16 @@ def test_estimate_and_trace(family: str, plan: str, dtype: torch.dtype) -> None:
     trace = trace_step(model, mw.ParallelPlan(**PLANS[plan]), rows=ROWS, length=LENGTH)
     job = job_of(dtype, lora=lora)
     held = footprint(shape, spread, job)
-    if spread.accumulation == 1:
+    if spread.gradient_accumulation_steps == 1:
         assert held.activations == pytest.approx(trace.activations, rel=0.03)
     assert held.parameters == pytest.approx(trace.parameters, rel=0.005)
     assert held.optimizer == pytest.approx(trace.optimizer, rel=0.002)
     assert held.peak == pytest.approx(trace.peak, rel=0.05)
     estimated, seen = step_traffic(shape, spread, job), trace.traffic
     for axis in estimated["forward"]:
-        for phases in [["forward"], ["backward"], ["optimizer"]] if spread.accumulation == 1 else [list(estimated)]:
+        for phases in (
+            [["forward"], ["backward"], ["optimizer"]] if spread.gradient_accumulation_steps == 1 else [list(estimated)]
+        ):
             assert total(estimated, phases, axis) == total(seen, phases, axis), (phases, axis)
     # The least is 8.4 times, under tp, which replicates a factor of each adapter; the tolerance above is 0.2 %.
     assert footprint(shape, spread, job_of(dtype)).optimizer > 2 * trace.optimizer
@@ -79,7 +81,7 @@ def test_a_quantised_base_by_hand() -> None:
     job = Job(seq_len=1024, global_batch=8, lora=Lora(rank=16, quantised="nf4"))
     packed, rest = 32 * 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336), 2 * 128256 * 4096 + 65 * 4096
     adapters = 32 * 16 * (2 * 8192 + 2 * 5120 + 3 * (4096 + 14336))  # 41.9 M
-    for plan, ranks in ((Candidate(), 1), (Candidate(shard=2, zero_stage=2), 1), (Candidate(shard=2, zero_stage=3), 2)):
+    for plan, ranks in ((Candidate(), 1), (Candidate(dp=2, zero_stage=2), 1), (Candidate(dp=2, zero_stage=3), 2)):
         memory = peak_memory(EIGHT, plan, job)  # packed weights are whole on every rank
         assert memory.weights == pytest.approx(packed * (0.5 + 4 / 64) + (2 * rest + 4 * adapters) / ranks, rel=1e-3)
     assert Lora(rank=8, quantised="nf4").against_tensor(EIGHT.runs, 8) is None
@@ -92,7 +94,7 @@ def test_a_quantised_base_by_hand() -> None:
 
 
 def test_what_optimizers_keep() -> None:
-    plan = Candidate(shard=8, zero_stage=1)
+    plan = Candidate(dp=8, zero_stage=1)
 
     def kept(name: str) -> float:
         return peak_memory(EIGHT, plan, Job(seq_len=512, global_batch=8, optimizer=name)).optimizer
@@ -107,7 +109,7 @@ def test_what_optimizers_keep() -> None:
     assert set(OPTIMIZERS) >= {"adamw", "muon", "adafactor", "lion", "adamw8bit"}
     job = Job(seq_len=512, global_batch=8, optimizer="muon")
     for offload in (None, "optimizer"):  # owners exchange whole matrices on the devices
-        stages = Candidate(shard=2, pp=4, accumulation=4, zero_stage=1, offload=offload)
+        stages = Candidate(dp=2, pp=4, gradient_accumulation_steps=4, zero_stage=1, offload=offload)
         memory = stage_memory(EIGHT, stages, job, 1)
         assert memory.activations + memory.working == pytest.approx(4 * 4 * matrices / 4 / 2, rel=0.01)
     whole = replace(stages, offload=None)  # in 32 bits owners have the weights, and are sent gradients alone
@@ -116,7 +118,7 @@ def test_what_optimizers_keep() -> None:
 
 def test_a_frozen_base_takes_less_time_for_products_and_more_for_the_rest() -> None:
     model = StepModel(EIGHT, Cluster(device=device("h100"), gpus=8), Coefficients())
-    plan, job = Candidate(replicate=8, micro_batch=1, accumulation=2), Job(seq_len=2048, global_batch=16)
+    plan, job = Candidate(dp=8, micro_batch_size=1, gradient_accumulation_steps=2), Job(seq_len=2048, global_batch=16)
     full = model.step(plan, job)
     lora, packed = (model.step(plan, replace(job, lora=Lora(rank=16, quantised=kind))) for kind in (None, "nf4"))
     assert 0.66 * full.matmul < lora.matmul < 0.8 * full.matmul  # four of six products, and adapters in 32 bits

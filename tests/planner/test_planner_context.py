@@ -6,11 +6,12 @@ import dataclasses
 from typing import Any
 
 import pytest
+import torch
 
 import meshwright as mw
 from benchmarks.published_runs.other_runtimes import OtherJob, OtherModel
 from conformance.families.models import build as build_family
-from meshwright.choose.picked_plan import _refusals
+from meshwright.distribute.decide import call_of, runnable_plans
 from meshwright.plan.parts import METHODS
 from meshwright_plan.answers import explain
 from meshwright_plan.answers.explain import method_reasons
@@ -72,12 +73,13 @@ def test_families_whose_attention_cannot_be_split() -> None:
         space = Space(shape=shape, cluster=Cluster(device=device("h100-sxm"), gpus=8), job=LONG)
         assert {region.context for region in space.regions() if region.cp > 1} == methods
     model = build_family("bloom")
-    assert "attention of its own" in str(next(_refusals(Candidate(cp=2), model, None, mw.ToDistributedConfig())))
+    plans = runnable_plans(call_of(model, mw.ToDistributedConfig(), None, torch.device("cpu")))
+    assert "attention of its own" in str(plans.refusal_when_cut(Candidate(cp=2)))
 
 
 def test_context_and_pipeline_parallelism_together() -> None:
     """Each rank of cp sends its own tokens from stage to stage, and holds the activations of its own tokens."""
-    stages, parts = Candidate(pp=2, accumulation=4), Candidate(cp=4, context="ring")
+    stages, parts = Candidate(pp=2, gradient_accumulation_steps=4), Candidate(cp=4, context="ring")
     both = dataclasses.replace(stages, cp=4, context="ring")
     assert both.runs_today and boundary_bytes(EIGHT, both, LONG) == boundary_bytes(EIGHT, stages, LONG) / 4
     # The first of two stages holds two micro-batches of half the layers.
@@ -112,7 +114,9 @@ def test_what_each_method_sends() -> None:
 def steps(shape: ModelShape) -> dict[str, StepTime]:
     """The step of each method, and "other" for the ring of other libraries."""
     of = shape, Cluster(device=device("h100-sxm"), gpus=8), Coefficients()
-    plans = {name: Candidate(cp=8, context=name, accumulation=4) for name in ("gather", "ulysses", "ring")}
+    plans = {
+        name: Candidate(cp=8, context=name, gradient_accumulation_steps=4) for name in ("gather", "ulysses", "ring")
+    }
     found = {name: StepModel(*of).step(plan, LONG) for name, plan in plans.items()}
     job = OtherJob(seq_len=LONG.seq_len, global_batch=LONG.global_batch)
     return {**found, "other": OtherModel(*of).step(plans["ring"], job)}
@@ -139,8 +143,6 @@ def test_time_without_flash_kernels() -> None:
 def test_a_method_that_the_model_cannot_use_is_not_picked() -> None:
     """FlexAttention gives a ring no results of blocks to merge."""
     model = build("llama", attn_implementation="flex_attention")
-    config = mw.ToDistributedConfig()
-    plans = {context: Candidate(cp=2, context=context) for context in ("gather", "ring")}
-    refusals = {context: next(_refusals(plan, model, None, config), None) for context, plan in plans.items()}
-    assert refusals["gather"] is None
-    assert "flex_attention" in str(refusals["ring"])
+    plans = runnable_plans(call_of(model, mw.ToDistributedConfig(), None, torch.device("cpu")))
+    assert plans.refusal_when_cut(Candidate(cp=2)) is None
+    assert "flex_attention" in str(plans.refusal_when_cut(Candidate(cp=2, context="ring")))

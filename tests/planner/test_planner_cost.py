@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 
 from meshwright.errors import PlanError
+from meshwright.plan.parallel_plan import ParallelPlan
 from meshwright.plan.text import parse_plan
 from meshwright_plan.answers import explain
 from meshwright_plan.answers.cost import Budget, bill, bill_line, parse_tokens
 from meshwright_plan.answers.notes import batch_warning, notes, without_repetitions
-from meshwright_plan.answers.own_plan import weigh
 from meshwright_plan.answers.sweep import is_met, row_of, smallest_cluster, sweep_text
 from meshwright_plan.job.candidate import Candidate, Job
 from meshwright_plan.job.shapes import ModelShape
 from meshwright_plan.machine.hardware import Cluster, device
-from meshwright_plan.search.search import search
+from meshwright_plan.search.search import search, weigh
 from meshwright_plan.search.space import Space
 from meshwright_tools.cli.plan_settings import Settings, numbers
 
@@ -99,14 +99,14 @@ def test_options_with_several_values(text: str, kind: Any, message: str) -> None
     ],
 )
 def test_words_are_the_plan_that_is_weighed(words: str, label: str) -> None:
-    assert Candidate.of(parse_plan(words), JOB).label == label
+    assert Candidate.of(ParallelPlan(**parse_plan(words)), JOB).label == label
 
 
 def test_each_plan_of_a_search_is_weighed_alike_by_its_words() -> None:
     """Time and memory are bitwise those of the search, for tp, cp, pp, ZeRO and recompute."""
     found = search(space(16), top=40)
     assert {choice.plan.pp > 1 for choice in found.choices} == {True, False}
-    given = [Candidate.of(parse_plan(choice.plan.label.replace("x1 ", " ")), JOB) for choice in found.choices]
+    given = [Candidate.of(choice.plan.plan, JOB) for choice in found.choices]
     weighed = weigh(space(16), None, given)
     for one, other in zip(found.choices, weighed.choices, strict=True):
         assert one.plan.label == other.plan.label and one.memory == other.memory and one.time == other.time
@@ -126,10 +126,10 @@ def test_each_plan_of_a_search_is_weighed_alike_by_its_words() -> None:
 )
 def test_plans_that_do_not_suit_the_model_or_the_cluster(words: str, message: str | None) -> None:
     if message is None:
-        assert weigh(space(), None, [Candidate.of(parse_plan(words), JOB)]).choices
+        assert weigh(space(), None, [Candidate.of(ParallelPlan(**parse_plan(words)), JOB)]).choices
         return
     with pytest.raises(PlanError, match=message):
-        weigh(space(), None, [Candidate.of(parse_plan(words), JOB)])
+        weigh(space(), None, [Candidate.of(ParallelPlan(**parse_plan(words)), JOB)])
 
 
 def test_equal_plans_are_one_row() -> None:
@@ -142,7 +142,7 @@ def test_equal_plans_are_one_row() -> None:
 
 
 def test_weights_without_masters_are_said() -> None:
-    plans = [Candidate(replicate=8, micro_batch=1), Candidate(shard=8, zero_stage=1, micro_batch=1)]
+    plans = [Candidate(dp=8, micro_batch_size=1), Candidate(dp=8, zero_stage=1, micro_batch_size=1)]
     small = dataclasses.replace(JOB, global_batch=8)
     assert any("zero0 updates the 16-bit weights" in note for note in notes(weigh(space(job=small), None, plans)))
     whole = small.in_32_bits()

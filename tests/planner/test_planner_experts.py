@@ -16,8 +16,7 @@ from meshwright.choose.model_sizes import against_tensor, describe_model
 from meshwright.errors import PlanError
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.roles.blocks.experts import is_experts
-from meshwright_plan.answers.explain import as_dict
-from meshwright_plan.answers.own_plan import check_plan, own_text, weigh
+from meshwright_plan.answers.explain import as_dict, own_text
 from meshwright_plan.job.candidate import Candidate, Job
 from meshwright_plan.job.layer_shape import ExpertShape, LayerShape
 from meshwright_plan.job.shapes import ModelShape, describe, stated_experts
@@ -26,8 +25,8 @@ from meshwright_plan.memory.activations import saved_activations
 from meshwright_plan.memory.footprint import footprint
 from meshwright_plan.memory.held_states import parameters
 from meshwright_plan.memory.peak import peak_memory
-from meshwright_plan.search.search import search
-from meshwright_plan.search.space import Space, expert_reason
+from meshwright_plan.search.search import search, weigh
+from meshwright_plan.search.space import Space, check_plan
 from meshwright_plan.time.step import StepModel
 from meshwright_tools.plan_page.data import describe_ranks, plan_command
 from support.tiers import crossings
@@ -90,9 +89,7 @@ def test_sizes_of_a_published_model() -> None:
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_a_rank_holds_its_share_of_the_experts(dp: int, tp: int, ep: int, copies: int, zero: int) -> None:
     """E / ep experts on a rank, whatever tp is, and ZeRO shards them over the ranks that hold the same ones."""
-    plan = Candidate(
-        replicate=1 if zero else dp, shard=dp if zero else 1, tp=tp, sequence_parallel=tp > 1, ep=ep, zero_stage=zero
-    )
+    plan = Candidate(dp=dp, tp=tp, sequence_parallel=tp > 1, ep=ep, zero_stage=zero)
     members = list(parameters(QWEN, plan))
     expert = 3 * 2048 * 768
     assert sum(m.numel for m in members if m.is_spread) == (48 * 128 * expert // ep if ep > 1 else 0)
@@ -108,7 +105,7 @@ def test_a_rank_holds_its_share_of_the_experts(dp: int, tp: int, ep: int, copies
 
 def test_kept_activations_are_those_of_the_routed_rows() -> None:
     """The formula of the study, T k (2 H + 3 I) b, with a load above the mean."""
-    plan = Candidate(shard=8, zero_stage=1, ep=8)
+    plan = Candidate(dp=8, zero_stage=1, ep=8)
     bare = dataclasses.replace(QWEN, runs=(dataclasses.replace(QWEN.runs[0], experts=None, ffn=1),))
     router, one = 4096 * 128 * 8, 4096 * 2 * 4
     for load in (1.0, 1.5):
@@ -120,7 +117,7 @@ def test_kept_activations_are_those_of_the_routed_rows() -> None:
 
 
 def test_a_fuller_rank_takes_memory_and_time() -> None:
-    plan = Candidate(shard=64, zero_stage=1, ep=8)
+    plan = Candidate(dp=64, zero_stage=1, ep=8)
     cluster = Cluster(device=device("h100-sxm"), gpus=64)
     model = StepModel(QWEN, cluster, Coefficients(latency=1e-12))
     even, full = JOB, dataclasses.replace(JOB, expert_load=2.0)
@@ -139,14 +136,14 @@ def test_exchanges_take_the_slower_of_their_links(ep: int, own: bool) -> None:
     cluster, k = Cluster(device=device("h100-sxm"), gpus=16), Coefficients(latency=1e-12)
     model = (StepModel if own else OtherModel)(QWEN, cluster, k)
     job = OtherJob(seq_len=4096, global_batch=JOB.global_batch)
-    step = model.layer(Candidate(shard=16, zero_stage=1, ep=ep), job)
+    step = model.layer(Candidate(dp=16, zero_stage=1, ep=ep), job)
     row = 4096 * 2048 * 2
     reached = ep * (1 - (1 - 1 / ep) ** 8)  # ranks that get a copy of a token
     fast, slow = cluster.fast * k.fast_link, cluster.slow * k.slow_link
     inside = row * reached / ep * (7 if own or ep == 8 else 15) / fast
     across = row * (reached * 8 / 16 if own else 2 * (1 - 0.5**8) / 2) / slow if ep == 16 else 0.0
     assert step.experts == pytest.approx(4 * max(inside, across), rel=1e-6)
-    again = model.layer(Candidate(shard=16, zero_stage=1, ep=ep, recompute="full"), job)
+    again = model.layer(Candidate(dp=16, zero_stage=1, ep=ep, recompute="full"), job)
     assert again.recompute == pytest.approx(step.forward)  # with its two exchanges, which makes six
 
 
@@ -155,7 +152,7 @@ def test_the_text_and_the_words_of_the_page_show_experts() -> None:
     short = dataclasses.replace(QWEN, runs=(dataclasses.replace(QWEN.runs[0], count=4),))
     job = Job(seq_len=4096, global_batch=8, expert_load=1.5)
     space = Space(shape=short, cluster=Cluster(device=device("h100-sxm"), gpus=8), job=job)
-    found = weigh(space, None, [Candidate(shard=8, ep=8, zero_stage=1)])
+    found = weigh(space, None, [Candidate(dp=8, ep=8, zero_stage=1)])
     text = own_text(found, best=None, budget=None)
     assert "B active) in bfloat16" in text and "dp8 ep8 zero1" in text
     size = 1.5 * 4096 * 8 * (1 - (7 / 8) ** 8) * 2048 * 2 * 7 / 8 / 2**20
@@ -169,7 +166,8 @@ def test_small_experts_multiply_less_efficiently() -> None:
     cluster = Cluster(device=device("h100-sxm"), gpus=8)
     model = StepModel(QWEN, cluster, Coefficients())
     few, many = (
-        model.layer(Candidate(shard=8, zero_stage=1, ep=8, micro_batch=m), Job(seq_len=256, global_batch=64)).matmul / m
+        model.layer(Candidate(dp=8, zero_stage=1, ep=8, micro_batch_size=m), Job(seq_len=256, global_batch=64)).matmul
+        / m
         for m in (1, 8)
     )
     assert few > 1.3 * many
@@ -177,7 +175,7 @@ def test_small_experts_multiply_less_efficiently() -> None:
 
 def test_experts_that_ranks_of_tp_hold_twice_are_reduced() -> None:
     model = StepModel(QWEN, Cluster(device=device("h100-sxm"), gpus=4), Coefficients())
-    whole, half = (Candidate(tp=4, sequence_parallel=True, ep=ep, accumulation=8) for ep in (4, 2))
+    whole, half = (Candidate(tp=4, sequence_parallel=True, ep=ep, gradient_accumulation_steps=8) for ep in (4, 2))
     assert model.overlaps(whole, JOB, 0.0, 0.0) == []
     (overlap, _) = model.overlaps(half, JOB, 0.0, 0.0)
     assert overlap.seconds == pytest.approx(model.ring(model.stage_parameters(half)[1] * JOB.element_bytes, 2, 2))
@@ -188,14 +186,14 @@ def test_which_ranks_may_share_experts() -> None:
     space = Space(shape=QWEN, cluster=cluster, job=JOB)
     regions = list(space.regions())
     assert {plan.ep for plan in regions} == {1, 2, 4, 8, 16}
-    assert all(expert_reason(plan, plan.ep) is None for plan in regions)
+    assert all(plan.can_share_experts(plan.ep) for plan in regions)
     for ep, ranks in itertools.product(range(1, 17), (plan for plan in regions if plan.pp == plan.ep == 1)):
         try:
             ParallelPlan(dp=ranks.dp, cp=ranks.cp, tp=ranks.tp, ep=ep, sequence_parallel=ranks.tp > 1)
         except PlanError:
-            assert expert_reason(ranks, ep) is not None
+            assert not ranks.can_share_experts(ep)
         else:
-            assert expert_reason(ranks, ep) is None
+            assert ranks.can_share_experts(ep)
     four = dataclasses.replace(QWEN.runs[0].experts, count=4)
     few = dataclasses.replace(QWEN, runs=(dataclasses.replace(QWEN.runs[0], experts=four),))
     space = Space(shape=few, cluster=cluster, job=JOB)
@@ -207,18 +205,18 @@ def test_which_ranks_may_share_experts() -> None:
     )  # cp pads; experts under tp need sequence parallelism
     dense = dataclasses.replace(QWEN, runs=(dataclasses.replace(QWEN.runs[0], experts=None, ffn=768),))
     assert all(plan.ep == 1 for plan in Space(shape=dense, cluster=cluster, job=JOB).regions())
-    against = Space(shape=QWEN, cluster=cluster, job=JOB, no_tensor="a weight has no role")
+    against = Space(shape=QWEN, cluster=cluster, job=JOB, against={"tp": "a weight has no role"})
     assert all(plan.tp == 1 for plan in against.regions()) and against.pruned["tp=2"] == "a weight has no role"
-    whole = Space(shape=QWEN, cluster=cluster, job=JOB, no_sharing="layers are compiled")
+    whole = Space(shape=QWEN, cluster=cluster, job=JOB, against={"ep": "layers are compiled"})
     assert all(plan.ep == 1 for plan in whole.regions()) and whole.pruned["ep=2"] == "layers are compiled"
 
 
 @pytest.mark.parametrize(
     ("plan", "said"),
     [
-        (Candidate(replicate=8, ep=3), "does not divide"),
-        (Candidate(replicate=3, tp=2, sequence_parallel=True, ep=3), "neither a divisor nor a multiple of tp=2"),
-        (Candidate(replicate=256, ep=256), "128 experts in a layer, which 256 ranks cannot share"),
+        (Candidate(dp=8, ep=3), "ep=3 cannot spread over dp=8 x cp=1 x tp=1"),
+        (Candidate(dp=3, tp=2, sequence_parallel=True, ep=3), "ep=3 cannot spread over dp=3 x cp=1 x tp=2"),
+        (Candidate(dp=256, ep=256), "128 experts in a layer, which 256 ranks cannot share"),
         (Candidate(tp=2), "write tp2\\+sp"),
     ],
 )
@@ -233,20 +231,20 @@ def test_a_plan_under_which_mixers_are_cut_beside_experts_has_no_estimate() -> N
     reason = against_tensor(hybrid)
     said = "is cut by heads under tp, which the planner does not estimate beside experts"
     assert reason == f"model.layers.1.linear_attn {said}"
-    space = Space(shape=QWEN, cluster=Cluster(device=device("h100-sxm"), gpus=2), job=JOB, no_tensor=reason)
+    space = Space(shape=QWEN, cluster=Cluster(device=device("h100-sxm"), gpus=2), job=JOB, against={"tp": reason})
     with pytest.raises(PlanError, match=said):
-        weigh(space, None, [Candidate(tp=2, sequence_parallel=True, micro_batch=JOB.global_batch)])
+        weigh(space, None, [Candidate(tp=2, sequence_parallel=True, micro_batch_size=JOB.global_batch)])
 
 
 def test_slices_of_experts_are_refused_by_name() -> None:
     with pytest.raises(PlanError, match="etp=2 cuts experts into slices"):
-        Candidate.of({"dp": 4, "ep": 2, "etp": 2}, JOB)
+        Candidate.of(ParallelPlan(dp=4, ep=2, etp=2), JOB)
 
 
 def test_a_search_spreads_experts_that_do_not_fit_whole() -> None:
     short = dataclasses.replace(QWEN, runs=(dataclasses.replace(QWEN.runs[0], count=12),))
     job, cluster = Job(seq_len=4096, global_batch=8), Cluster(device=device("a100-40"), gpus=8)
-    found = search(Space(shape=short, cluster=cluster, job=job, most_zero=1, no_stages="none here"))
+    found = search(Space(shape=short, cluster=cluster, job=job, most_zero=1, against={"pp": "none here"}))
     assert found.choices and all(choice.plan.ep > 1 for choice in found.choices)
     assert f"ep{found.choices[0].plan.ep}" in found.choices[0].plan.label and "ep=1" not in found.binding
     best, flops = found.choices[0], short.flops(4096) * 8 * 4096

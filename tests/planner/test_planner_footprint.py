@@ -111,10 +111,7 @@ def traced(family: str, plan: str, dtype: torch.dtype) -> Trace:
 def candidate(plan: str) -> Candidate:
     fields = dict(PLANS[plan])
     micro = fields.pop("micro_batch_size", ROWS)
-    recomputed = fields.pop("recomputed_layers", None)
-    dp = fields.pop("dp", 1)
-    spread = {"shard": dp} if fields.get("zero_stage") else {"replicate": dp}
-    return Candidate(**spread, micro_batch=micro, accumulation=ROWS // micro, recomputed=recomputed, **fields)
+    return Candidate(micro_batch_size=micro, gradient_accumulation_steps=ROWS // micro, **fields)
 
 
 def total(traffic: Any, phases: list[str], axis: str) -> tuple[Counter[str], int]:
@@ -141,7 +138,7 @@ def test_estimate_and_trace(family: str, plan: str, dtype: torch.dtype) -> None:
     shape, spread = describe(config_of(family)), candidate(plan)
     job = job_of(dtype)
     held = footprint(shape, spread, job)
-    if spread.accumulation == 1:  # with several micro-batches the last one's forward is not told apart
+    if spread.gradient_accumulation_steps == 1:  # with several micro-batches the last one's forward is not told apart
         assert held.activations == pytest.approx(trace.activations, rel=0.01)
     assert held.parameters == pytest.approx(trace.parameters, abs=8 * LENGTH * ROWS + 8 * 16)  # and the input
     assert held.optimizer == pytest.approx(trace.optimizer, rel=0.002)
@@ -150,7 +147,9 @@ def test_estimate_and_trace(family: str, plan: str, dtype: torch.dtype) -> None:
     estimated, seen = step_traffic(shape, spread, job), trace.traffic
     for axis in estimated["forward"]:
         # All but the last of several micro-batches run backward too within the call of the model.
-        for phases in [["forward"], ["backward"], ["optimizer"]] if spread.accumulation == 1 else [list(estimated)]:
+        for phases in (
+            [["forward"], ["backward"], ["optimizer"]] if spread.gradient_accumulation_steps == 1 else [list(estimated)]
+        ):
             assert total(estimated, phases, axis) == total(seen, phases, axis), (phases, axis)
     assert total(seen, list(seen), "cp")[1] > 0 if spread.cp > 1 else "cp" not in seen["forward"]
 
@@ -241,15 +240,15 @@ def test_what_a_rank_of_cp_saves_is_its_share() -> None:
 def test_what_would_have_failed() -> None:
     """A Llama's formula for Qwen3 misses its norms of q and k: 10 % of the activations."""
     trace = traced("qwen3", "one", torch.float32)
-    llama = saved_activations(describe(config_of("llama")), Candidate(micro_batch=ROWS), job_of(torch.float32))
+    llama = saved_activations(describe(config_of("llama")), Candidate(micro_batch_size=ROWS), job_of(torch.float32))
     assert llama.total(0) < 0.95 * trace.activations
 
 
 def test_a_plan_of_this_runtime_is_weighed_by_its_own_formulas() -> None:
     shape = describe(config_of("llama"))
     job = job_of(torch.float32)
-    memory = peak_memory(shape, Candidate(micro_batch=ROWS), job)
-    held = footprint(shape, Candidate(micro_batch=ROWS), job)
+    memory = peak_memory(shape, Candidate(micro_batch_size=ROWS), job)
+    held = footprint(shape, Candidate(micro_batch_size=ROWS), job)
     assert memory.total - memory.slack == pytest.approx(held.peak)
     assert min(memory.parts.values()) >= 0
 
@@ -274,7 +273,7 @@ def test_recompute_repeats_the_products_that_backward_reads(family: str, lora: L
 
     def estimated(lora: Lora | None = None, model: type[LayerModel] = LayerModel) -> float:
         job = OtherJob(seq_len=LENGTH, global_batch=ROWS, lora=lora, whole_recompute=True)
-        layer = model(shape, cluster, free).layer(Candidate(micro_batch=ROWS, recompute="full"), job)
+        layer = model(shape, cluster, free).layer(Candidate(micro_batch_size=ROWS, recompute="full"), job)
         return shape.layers * layer.recompute * cluster.device.flops * cluster.device.sustained * free.matmul
 
     repeated = counted[1] - counted[0]

@@ -19,13 +19,13 @@ from meshwright.parallel.fake_passes.example_images import example_images
 from meshwright.pipeline.cut import cut_decoder
 from meshwright.roles import find_decoder
 from meshwright_plan.answers.notes import notes
-from meshwright_plan.answers.own_plan import check_plan, weigh
 from meshwright_plan.job.candidate import Candidate, Job, stage_layers
 from meshwright_plan.job.shapes import ModelShape, describe
 from meshwright_plan.machine.hardware import Cluster, device
 from meshwright_plan.memory.footprint import footprint
 from meshwright_plan.memory.peak import stage_memory
-from meshwright_plan.search.space import Space
+from meshwright_plan.search.search import weigh
+from meshwright_plan.search.space import Space, check_plan
 from meshwright_tools.plan_page.data import plan_command
 from meshwright_tools.tracing.trace import trace_step
 from support import hybrid_models, vision_models
@@ -81,9 +81,7 @@ def test_the_memory_is_within_5_percent_of_a_trace(family: str, fields: dict[str
     shape, model = shape_of(family), make(family)
     batch = example_images(model).batch(ROWS, LENGTH) if shape.towers and shape.towers.saved else None
     trace = trace_step(model, mw.ParallelPlan(**fields), rows=ROWS, length=LENGTH, batch=batch)
-    sizes = {name: value for name, value in fields.items() if name != "dp"}
-    ranks = {"shard" if "zero_stage" in fields else "replicate": fields.get("dp", 1)}
-    plan = Candidate(micro_batch=ROWS, **sizes, **ranks)
+    plan = Candidate(micro_batch_size=ROWS, **fields)
     held = footprint(shape, plan, Job(seq_len=LENGTH, global_batch=ROWS, on_cpu=True).in_32_bits())
     assert held.peak == pytest.approx(trace.peak, rel=0.05)
     assert held.optimizer == pytest.approx(trace.optimizer, rel=0.02)
@@ -104,9 +102,11 @@ def test_a_tower_is_on_the_first_stage_and_whole_on_each_rank_of_tp() -> None:
     shape = shape_of("qwen3_vl")
     assert shape.towers is not None
     job = Job(seq_len=LENGTH, global_batch=4, on_cpu=True).in_32_bits()
-    first, last = (stage_memory(shape, Candidate(pp=2, accumulation=4), job, stage) for stage in range(2))
+    first, last = (
+        stage_memory(shape, Candidate(pp=2, gradient_accumulation_steps=4), job, stage) for stage in range(2)
+    )
     bare = stage_memory(
-        ModelShape(name="m", runs=shape.runs, vocab=shape.vocab), Candidate(pp=2, accumulation=4), job, 0
+        ModelShape(name="m", runs=shape.runs, vocab=shape.vocab), Candidate(pp=2, gradient_accumulation_steps=4), job, 0
     )
     assert first.weights - bare.weights == 4 * shape.towers.elements
     assert last.weights < first.weights
@@ -138,7 +138,7 @@ def test_the_stages_are_those_of_the_runtime(is_frozen: bool) -> None:
 def test_the_answer_says_what_it_rests_on() -> None:
     shape, job = shape_of("qwen3_vl"), Job(seq_len=LENGTH, global_batch=8, images=2)
     space = Space(shape=shape, cluster=Cluster(device=device("h100-sxm"), gpus=2), job=job)
-    found = weigh(space, None, [Candidate(tp=2, sequence_parallel=True, micro_batch=8)])
+    found = weigh(space, None, [Candidate(tp=2, sequence_parallel=True, micro_batch_size=8)])
     text = "\n".join(notes(found))
     assert "2 x an image of 448 x 448 pixels per sequence, 196 tokens each" in text
     assert "--images-per-row 2" in plan_command(found, "m")

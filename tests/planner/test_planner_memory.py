@@ -45,7 +45,7 @@ def test_saved_activations_are_those_that_were_traced(shape: ModelShape, expecte
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_states_by_zero_stage(stage: int) -> None:
     """Rajbhandari et al. 2020, Table 1: 16 bytes a parameter, divided part by part."""
-    plan = Candidate(shard=8 if stage else 1, replicate=1 if stage else 8, zero_stage=stage)
+    plan = Candidate(dp=8, zero_stage=stage)
     memory = other_peak(SEVEN, plan, OtherJob(seq_len=2048, global_batch=8))
     elements = SEVEN.parameters
     assert memory.weights == 2 * elements / (8 if stage == 3 else 1)
@@ -55,7 +55,7 @@ def test_states_by_zero_stage(stage: int) -> None:
 
 
 def test_all_stages_together_hold_every_parameter_once() -> None:
-    plan = Candidate(pp=4, accumulation=8)
+    plan = Candidate(pp=4, gradient_accumulation_steps=8)
     held = sum(stage_memory(SEVEN, plan, JOB, stage).weights for stage in range(4)) / 2
     assert held == pytest.approx(SEVEN.parameters, rel=1e-5)
 
@@ -89,7 +89,7 @@ def test_every_plan_holds_the_weights_and_the_state_once(job: Job, tied: bool) -
     ],
 )
 def test_activations_in_flight(schedule: str, chunks: int, held: tuple[float, ...]) -> None:
-    plan = Candidate(pp=4, schedule=schedule, chunks=chunks, accumulation=8)
+    plan = Candidate(pp=4, schedule=schedule, chunks=chunks, gradient_accumulation_steps=8)
     micro_batch = 8 * saved(SEVEN, plan).layer
     assert [held_activations(SEVEN, plan, JOB, rank) / micro_batch for rank in range(4)] == pytest.approx(held)
 
@@ -97,7 +97,7 @@ def test_activations_in_flight(schedule: str, chunks: int, held: tuple[float, ..
 @pytest.mark.parametrize(("schedule", "chunks"), [("zb-h1", 1), ("zbv", 2)])
 def test_zero_bubble_holds_no_more_than_the_first_stage_of_1f1b(schedule: str, chunks: int) -> None:
     """What waits for its weight gradients is less than the activations that the first stage holds instead."""
-    plan = Candidate(pp=4, schedule=schedule, chunks=chunks, accumulation=8)
+    plan = Candidate(pp=4, schedule=schedule, chunks=chunks, gradient_accumulation_steps=8)
     whole = 8 * saved(SEVEN, plan).layer
     queue = 8 * pending_weight_grads(SEVEN.runs[0], plan, JOB)
     assert 0.5 * whole < queue < whole
@@ -105,7 +105,7 @@ def test_zero_bubble_holds_no_more_than_the_first_stage_of_1f1b(schedule: str, c
     if schedule == "zb-h1":
         assert held == pytest.approx([(4 - rank) * whole + rank * queue for rank in range(4)])
     assert max(held) == held[0] == pytest.approx(4 * whole)
-    long = Candidate(pp=4, schedule=schedule, chunks=chunks, accumulation=64)
+    long = Candidate(pp=4, schedule=schedule, chunks=chunks, gradient_accumulation_steps=64)
     assert [held_activations(SEVEN, long, JOB, rank) for rank in range(4)] == pytest.approx(held)
 
 
@@ -119,7 +119,7 @@ def test_sequence_parallel_divides_all_of_a_layer() -> None:
 
 def test_recompute_keeps_a_layers_input() -> None:
     assert saved(SEVEN, Candidate()).kept == 2 * 2048 * 4096
-    plans = [Candidate(recompute="full", recomputed=count) for count in (8, 16, 24)]
+    plans = [Candidate(recompute="full", recomputed_layers=count) for count in (8, 16, 24)]
     plans = [Candidate(), *plans, Candidate(recompute="full")]
     totals = [peak_memory(SEVEN, plan, Job(seq_len=8192, global_batch=1)).total for plan in plans]
     assert totals == sorted(totals, reverse=True)
@@ -128,13 +128,13 @@ def test_recompute_keeps_a_layers_input() -> None:
 PLANS = [
     Candidate(),
     Candidate(recompute="full"),
-    Candidate(shard=8, zero_stage=3, micro_batch=2),
-    Candidate(tp=4, sequence_parallel=True, cp=2, context="ring", recompute="full", recomputed=5),
-    Candidate(pp=4, accumulation=8),
-    Candidate(pp=5, accumulation=8, stages=(7, 7, 7, 7, 4), recompute="full"),
-    Candidate(pp=3, schedule="zb-h1", accumulation=2),
-    Candidate(pp=4, schedule="zbv", chunks=2, stages=(5, 4, 4, 4, 4, 4, 4, 3), accumulation=8),
-    Candidate(pp=4, schedule="interleaved", chunks=4, accumulation=8, recompute="selective"),
+    Candidate(dp=8, zero_stage=3, micro_batch_size=2),
+    Candidate(tp=4, sequence_parallel=True, cp=2, context="ring", recompute="full", recomputed_layers=5),
+    Candidate(pp=4, gradient_accumulation_steps=8),
+    Candidate(pp=5, gradient_accumulation_steps=8, stages=(7, 7, 7, 7, 4), recompute="full"),
+    Candidate(pp=3, schedule="zb-h1", gradient_accumulation_steps=2),
+    Candidate(pp=4, schedule="zbv", chunks=2, stages=(5, 4, 4, 4, 4, 4, 4, 3), gradient_accumulation_steps=8),
+    Candidate(pp=4, schedule="interleaved", chunks=4, gradient_accumulation_steps=8, recompute="selective"),
 ]
 
 
@@ -149,20 +149,20 @@ def test_the_least_memory_is_below_the_estimate(plan: Candidate) -> None:
 
 
 def test_parts_add_up() -> None:
-    for plan in (Candidate(), Candidate(shard=8, zero_stage=3), Candidate(tp=8, recompute="full")):
+    for plan in (Candidate(), Candidate(dp=8, zero_stage=3), Candidate(tp=8, recompute="full")):
         memory = peak_memory(EIGHT, plan, JOB)
         assert memory.total == pytest.approx(sum(memory.parts.values()))
         assert all(value >= 0 for value in memory.parts.values())
 
 
 PLANS = (
-    Candidate(micro_batch=8),
-    Candidate(shard=4, zero_stage=3, accumulation=2),
-    Candidate(tp=2, sequence_parallel=True, recompute="full", recomputed=7, micro_batch=8),
-    Candidate(cp=4, context="ring", replicate=2, micro_batch=4),
-    Candidate(pp=2, accumulation=8, recompute="full", recomputed=3),
-    Candidate(pp=4, schedule="zbv", chunks=2, accumulation=8),
-    Candidate(pp=4, stages=(9, 9, 8, 6), accumulation=8, shard=2, zero_stage=1),
+    Candidate(micro_batch_size=8),
+    Candidate(dp=4, zero_stage=3, gradient_accumulation_steps=2),
+    Candidate(tp=2, sequence_parallel=True, recompute="full", recomputed_layers=7, micro_batch_size=8),
+    Candidate(cp=4, context="ring", dp=2, micro_batch_size=4),
+    Candidate(pp=2, gradient_accumulation_steps=8, recompute="full", recomputed_layers=3),
+    Candidate(pp=4, schedule="zbv", chunks=2, gradient_accumulation_steps=8),
+    Candidate(pp=4, stages=(9, 9, 8, 6), gradient_accumulation_steps=8, dp=2, zero_stage=1),
 )
 
 

@@ -82,17 +82,19 @@ def test_a_setting_is_what_the_planner_says_of_that_job() -> None:
             )
             cluster = dataclasses.replace(found.cluster, gpus=gpus)
             job = dataclasses.replace(found.job, global_batch=batch, seq_len=length)
-            space = found.space(cluster, job)
+            space = dataclasses.replace(found.space, cluster=cluster, job=job)
             plan = each.plan
             same = [
                 dataclasses.replace(
-                    space.candidate(region, size, zero, plan.recompute), stages=plan.stages, recomputed=plan.recomputed
+                    space.candidate(region, size, zero, plan.recompute),
+                    stages=plan.stages,
+                    recomputed_layers=plan.recomputed_layers,
                 )
                 for region in space.regions()
-                if (region.tp, region.cp, region.context, region.pp, region.schedule, region.chunks)
-                == (plan.tp, plan.cp, plan.context, plan.pp, plan.schedule, plan.chunks)
+                if (region.tp, region.cp, region.context, region.pp, region.schedule, region.stages_per_rank)
+                == (plan.tp, plan.cp, plan.context, plan.pp, plan.schedule, plan.stages_per_rank)
                 for size in space.micro_batches(region)
-                if size == plan.micro_batch * micro
+                if size == plan.micro_batch_size * micro
                 for zero in space.zero(region)
                 if zero[0] == plan.zero_stage
             ]
@@ -188,12 +190,12 @@ def test_a_page_has_fewer_plans_if_it_would_be_too_large(monkeypatch: pytest.Mon
 def test_the_reason_against_a_setting_has_its_numbers() -> None:
     found = find(SEVEN, 8, 64, seq=4096)
     settings = PageSettings(found=found, ranges=ranges(found))
-    plan = dataclasses.replace(found.choices[0].plan, shard=1, replicate=1, tp=8, zero_stage=0, pp=1, cp=1,
-                               context="gather", ulysses=None, schedule="1f1b", chunks=1, stages=None)  # fmt: skip
+    plan = dataclasses.replace(found.choices[0].plan, dp=1, replicate=1, tp=8, zero_stage=0, pp=1, cp=1,
+                               context="gather", ulysses=None, schedule="1f1b", chunks=None, stages=None)  # fmt: skip
     few = (settings.ranges.batches.index(64), 0, settings.ranges.gpus.index(4), 1)
     with pytest.raises(PlanError, match="needs a multiple of 8 GPUs, not 4"):
         settings.outcome(plan, few)
-    half = dataclasses.replace(plan, micro_batch=1)
+    half = dataclasses.replace(plan, micro_batch_size=1)
     with pytest.raises(PlanError, match=r"64 sequences per data-parallel rank do not split into micro-batches of 0\.5"):
         settings.outcome(half, (few[0], 0, settings.ranges.gpus.index(8), 0))
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
 import pytest
 
 from meshwright.errors import PlanError
 from meshwright_plan.answers import explain
-from meshwright_plan.job.candidate import Job
+from meshwright_plan.job.candidate import Candidate, Job
 from meshwright_plan.job.shapes import ModelShape
 from meshwright_plan.machine.hardware import Cluster, HardwareProfile, device
 from meshwright_plan.memory.peak import peak_memory
@@ -27,10 +28,11 @@ TINY = changed(EIGHT, name="tiny", layers=4, hidden=256, heads=8, ffn=1024, voca
 @functools.cache
 def find(
     shape: ModelShape = EIGHT, *, gpus: int = 64, gpu: str = "h100-sxm", seq: int = 8192, batch: int = 512,
-    budget: float | None = None, **more: Any,
+    budget: float | None = None, against: str = "", **more: Any,
 ) -> Search:  # fmt: skip
     cluster, job = Cluster(device=device(gpu), gpus=gpus), Job(seq_len=seq, global_batch=batch)
-    return search(Space(shape=shape, cluster=cluster, job=job, **more), budget=budget)
+    space = Space(shape=shape, cluster=cluster, job=job, against={against: "it cannot"}, **more)
+    return search(space, budget=budget)
 
 
 @pytest.mark.parametrize("allow_future", [False, True])
@@ -80,7 +82,7 @@ def test_batches_that_exceed_a_device_are_not_weighed() -> None:
     """100,000 sequences of a million tokens divide into 29,096 plans; nearly all hold more than a device per layer."""
     found = find(gpus=4096, seq=1_000_000, batch=100_000)
     assert found.choices and found.weighed < found.considered / 2
-    assert {choice.plan.micro_batch for choice in found.choices} == {1}
+    assert {choice.plan.micro_batch_size for choice in found.choices} == {1}
 
 
 def test_every_pruned_axis_has_a_reason() -> None:
@@ -108,16 +110,31 @@ def test_no_fit_names_the_smallest_change(shape: ModelShape, gpus: int, gpu: str
 
 
 def test_a_model_too_large_for_whole_weights_is_planned_with_stage_3() -> None:
-    found = find(HUGE, gpus=256, gpu="h100-sxm", batch=256, no_stages="it has a loss of its own")
+    found = find(HUGE, gpus=256, gpu="h100-sxm", batch=256, against="pp")
     assert {choice.plan.zero_stage for choice in found.choices} == {3}
     assert all(choice.plan.runs_today for choice in found.choices)
-    assert "it has a loss of its own" in dict(explain.reasons(found)).values()
+    assert "it cannot" in dict(explain.reasons(found)).values()
 
 
 def test_or_with_stages() -> None:
-    found = find(HUGE, gpus=256, gpu="h100-sxm", batch=256, no_context="its attention is its own")
+    found = find(HUGE, gpus=256, gpu="h100-sxm", batch=256, against="cp")
     assert any(choice.plan.pp > 1 and choice.plan.zero_stage < 2 for choice in found.choices)
     assert all(choice.plan.runs_today and choice.plan.recompute != "selective" for choice in found.choices)
+
+
+def test_what_the_runtime_refuses_is_neither_searched_nor_proposed() -> None:
+    """Without these refusals, cp2, tp4 and ZeRO-3 with the state on the host are what would make a plan fit."""
+
+    def refuses(plan: Candidate) -> str | None:
+        return "it has hooks" if plan.tp > 1 or plan.zero_stage == 3 else None
+
+    few = {"gpus": 2, "gpu": "a100-40", "seq": 32768, "batch": 2}
+    said, free = (str(explain.no_fit(find(**few, **more))) for more in ({"against": "cp", "refuses": refuses}, {}))
+    assert all(word in free and word not in said for word in (" cp", " tp", "zero3"))
+    assert re.search(r"--gpus 16 \(dp2 pp8 ", said)
+    found = find(TINY, batch=64, gpus=4, seq=2048, refuses=refuses)
+    assert found.choices and all(refuses(choice.plan) is None for choice in found.choices)
+    assert "it has hooks" in found.space.pruned.values()
 
 
 def test_remedy_of_more_devices_holds() -> None:

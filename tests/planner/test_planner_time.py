@@ -81,7 +81,7 @@ def test_what_stays_on_a_rank_takes_no_transfer() -> None:
 def test_uneven_stages_relieve_the_rank_with_the_head() -> None:
     """A vocabulary of 128 thousand words weighs as much as several layers of 4096 channels."""
     model = StepModel(SHAPE, Cluster(device=device("h100-sxm"), gpus=8), Coefficients())
-    plan = Candidate(replicate=2, pp=4, accumulation=32)
+    plan = Candidate(dp=2, pp=4, gradient_accumulation_steps=32)
     better = model.balanced(plan, JOB)
     assert better is not None and better.stages is not None
     assert sum(better.stages) == SHAPE.layers and better.stages[-1] < 8
@@ -97,18 +97,26 @@ def step(plan: Candidate, job: Job = JOB, *, gpus: int | None = None, **cluster:
 
 
 PLANS = [
-    Candidate(shard=8, zero_stage=1, accumulation=8),
-    Candidate(shard=4, tp=2, sequence_parallel=True, zero_stage=1, accumulation=16, recompute="full"),
-    Candidate(replicate=2, pp=4, accumulation=32),
-    Candidate(replicate=2, pp=4, schedule="interleaved", chunks=2, accumulation=32, recompute="full", recomputed=3),
-    Candidate(tp=2, sequence_parallel=True, pp=4, schedule="zb-h1", accumulation=64),
-    Candidate(replicate=2, pp=4, schedule="zbv", chunks=2, stages=(4, 4, 4, 4, 4, 4, 5, 3), accumulation=32),
-    Candidate(shard=8, zero_stage=3, accumulation=8, recompute="selective"),
-    Candidate(replicate=2, shard=4, zero_stage=3, accumulation=8),
-    Candidate(shard=4, cp=2, zero_stage=1, accumulation=16),
-    Candidate(shard=4, cp=2, context="ring", zero_stage=3, accumulation=16),
-    Candidate(shard=2, cp=4, context="hybrid", ulysses=2, accumulation=32),
-    Candidate(shard=4, cp=2, context="ulysses", zero_stage=2, accumulation=16),
+    Candidate(dp=8, zero_stage=1, gradient_accumulation_steps=8),
+    Candidate(dp=4, tp=2, sequence_parallel=True, zero_stage=1, gradient_accumulation_steps=16, recompute="full"),
+    Candidate(dp=2, pp=4, gradient_accumulation_steps=32),
+    Candidate(
+        dp=2,
+        pp=4,
+        schedule="interleaved",
+        chunks=2,
+        gradient_accumulation_steps=32,
+        recompute="full",
+        recomputed_layers=3,
+    ),
+    Candidate(tp=2, sequence_parallel=True, pp=4, schedule="zb-h1", gradient_accumulation_steps=64),
+    Candidate(dp=2, pp=4, schedule="zbv", chunks=2, stages=(4, 4, 4, 4, 4, 4, 5, 3), gradient_accumulation_steps=32),
+    Candidate(dp=8, zero_stage=3, gradient_accumulation_steps=8, recompute="selective"),
+    Candidate(dp=8, replicate=2, zero_stage=3, gradient_accumulation_steps=8),
+    Candidate(dp=4, cp=2, zero_stage=1, gradient_accumulation_steps=16),
+    Candidate(dp=4, cp=2, context="ring", zero_stage=3, gradient_accumulation_steps=16),
+    Candidate(dp=2, cp=4, context="hybrid", ulysses=2, gradient_accumulation_steps=32),
+    Candidate(dp=4, cp=2, context="ulysses", zero_stage=2, gradient_accumulation_steps=16),
 ]
 
 
@@ -124,8 +132,10 @@ def test_parts_are_not_negative_and_add_up(plan: Candidate) -> None:
     time = model.step(plan, JOB)
     assert all(value >= 0 for value in time.parts.values()), time.parts
     forward, backward = model.stages(plan, JOB)
-    held = (stages_of_rank(plan.schedule, rank, plan.pp, plan.chunks) for rank in range(plan.pp))
-    busy = plan.accumulation * max(sum(forward[stage] + backward[stage] for stage in stages) for stages in held)
+    held = (stages_of_rank(plan.schedule, rank, plan.pp, plan.stages_per_rank) for rank in range(plan.pp))
+    busy = plan.gradient_accumulation_steps * max(
+        sum(forward[stage] + backward[stage] for stage in stages) for stages in held
+    )
     computed = sum(
         getattr(time, name) for name in ("matmul", "attention", "elementwise", "recompute", "tensor", "context")
     )
@@ -147,7 +157,7 @@ def test_laws() -> None:
     kept = [other_peak(SHAPE, plan, job).total for plan in (kinds[3], kinds[2], kinds[0])]
     assert kept == sorted(kept) and len(set(kept)) == 3
     assert step(plain, dataclasses.replace(JOB, precision="fp8")).total < step(plain).total
-    wide = dataclasses.replace(plain, shard=64, accumulation=1)
+    wide = plain.copy(dp=64, gradient_accumulation_steps=1)
     assert step(wide, slow_link=10e9).total > step(wide, slow_link=50e9).total
     assert step(wide, slow_link=10e9).data > step(wide, slow_link=50e9).data > 0
 
@@ -174,8 +184,8 @@ def test_this_runtime_computes_the_gradients_of_the_head_in_forward() -> None:
 
 def test_a_group_of_ranks_that_share_one_state_gathers_the_weights_inside_the_node() -> None:
     """What crosses the nodes is the sum of the gradients of the groups."""
-    plan = Candidate(shard=64, zero_stage=1, accumulation=1)
-    grouped = dataclasses.replace(plan, shard=8, replicate=8)
+    plan = Candidate(dp=64, zero_stage=1, gradient_accumulation_steps=1)
+    grouped = plan.copy(replicate=8)
     cluster = Cluster(device=device("h100-sxm"), gpus=64, slow_link=6.25e9)
     model = StepModel(SHAPE, cluster, Coefficients())
     (_, gather), (_, near, across) = (model.overlaps(p, JOB, 1.0, 1.0) for p in (plan, grouped))
@@ -188,8 +198,7 @@ def test_a_group_of_ranks_that_share_one_state_gathers_the_weights_inside_the_no
 def test_the_time_counts_the_bytes_that_the_runtime_sends(zero_stage: int, element_bytes: int, reduced: Any) -> None:
     """``step_traffic`` equals the trace. 1e-3 is for counts of tokens and flags, padding, and norms, whole under tp."""
     ranks, micro = 4, 2
-    sharded = {"shard": ranks} if zero_stage else {"replicate": ranks}
-    plan = Candidate(**sharded, tp=2, zero_stage=zero_stage, accumulation=micro, reduce_dtype=reduced)
+    plan = Candidate(dp=ranks, tp=2, zero_stage=zero_stage, gradient_accumulation_steps=micro, reduce_dtype=reduced)
     job = Job(seq_len=64, global_batch=ranks * micro)
     job = job.in_32_bits() if element_bytes == 4 else job
     cluster = Cluster(device=device("h100-sxm"), gpus=8)
@@ -226,8 +235,8 @@ def test_recompute_sends_over_tp_what_the_runtime_sends(norms: int, sequence_par
 
 def test_twice_the_devices_never_halve_the_time_entirely() -> None:
     """Strong scaling is below linear: communication, bubbles and stragglers grow."""
-    eight = step(Candidate(shard=8, zero_stage=1, accumulation=8)).total
-    sixteen = step(Candidate(shard=16, zero_stage=1, accumulation=4)).total
+    eight = step(Candidate(dp=8, zero_stage=1, gradient_accumulation_steps=8)).total
+    sixteen = step(Candidate(dp=16, zero_stage=1, gradient_accumulation_steps=4)).total
     assert 0.5 < sixteen / eight < 0.75
 
 
@@ -249,7 +258,7 @@ def test_a_ring_pays_each_neighbour_inside_a_node_and_each_doubling_between_node
 def test_heads_of_no_multiple_of_eight_are_slow_without_a_fused_kernel() -> None:
     """BigScience's chronicles: 128 heads of 108 take a quarter longer than 96 heads of 144, of the same work."""
     odd = changed(WIDE, heads=128, kv_heads=128, head_dim=108)
-    plan = Candidate(tp=8, micro_batch=4)
+    plan = Candidate(tp=8, micro_batch_size=4)
     for fused, slower in ((False, 1.15), (True, 0.99)):
         job = OtherJob(seq_len=2048, global_batch=4, fused_attention=fused)
         even_time, odd_time = (_model(shape, gpus=8).step(plan, job).total for shape in (WIDE, odd))

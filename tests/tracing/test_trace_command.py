@@ -47,15 +47,15 @@ def test_the_command_prints_both(config: Path) -> None:
     assert re.search(r"peak .* (0\.9[5-9]|1\.0[0-4])\d\n", table)
 
 
-SHARDED = Candidate(shard=2, tp=2, sequence_parallel=True, zero_stage=1, micro_batch=4)
+SHARDED = Candidate(dp=2, tp=2, sequence_parallel=True, zero_stage=1, micro_batch_size=4)
 
 
 @pytest.mark.parametrize(
     ("plan", "lora"),
     [
-        (Candidate(micro_batch=8), None),
+        (Candidate(micro_batch_size=8), None),
         (SHARDED, None),
-        (Candidate(replicate=2, micro_batch=1, accumulation=4), None),
+        (Candidate(dp=2, micro_batch_size=1, gradient_accumulation_steps=4), None),
         (SHARDED, Lora(rank=8)),
     ],
 )
@@ -64,7 +64,7 @@ def test_every_line_agrees(config: Path, plan: Candidate, lora: Lora | None) -> 
     model = model_on_meta(config, torch.float32)
     model = model if lora is None else adapted(model, lora)
     text = trace_and_compare(model, describe(config), plan, dataclasses.replace(JOB, lora=lora))
-    assert f"on {plan.world_size} fake ranks, {min(plan.accumulation, 2)} of its micro-batches" in text
+    assert f"on {plan.world_size} fake ranks, {min(plan.gradient_accumulation_steps, 2)} of its micro-batches" in text
     sizes, _, traffic = text.partition("ratio\n")[2].partition("\n\n")
     ratios = [float(line.split()[-1]) for line in sizes.splitlines()]
     assert len(ratios) >= 4 and ratios == pytest.approx([1.0] * len(ratios), abs=0.05)
@@ -75,12 +75,18 @@ def test_every_line_agrees(config: Path, plan: Candidate, lora: Lora | None) -> 
 @pytest.mark.parametrize(
     ("plan", "stage", "rank"),
     [
-        (Candidate(pp=2, replicate=512, accumulation=8), 1, 512),  # a rank of a thousand
-        (Candidate(pp=2, schedule="zb-h1", shard=2, zero_stage=1, accumulation=4), 0, 0),
-        (Candidate(pp=2, tp=2, sequence_parallel=True, accumulation=4, recompute="full"), None, 0),
-        (Candidate(pp=2, accumulation=4, recompute="full", recomputed=1), 0, 0),
-        crossing(Candidate(pp=2, cp=4, context="hybrid", ulysses=2, schedule="zb-h1", accumulation=4), 1, 4),
-        (Candidate(pp=2, cp=4, context="ring", shard=2, zero_stage=1, accumulation=4, recompute="full"), 0, 0),
+        (Candidate(pp=2, dp=512, gradient_accumulation_steps=8), 1, 512),  # a rank of a thousand
+        (Candidate(pp=2, schedule="zb-h1", dp=2, zero_stage=1, gradient_accumulation_steps=4), 0, 0),
+        (Candidate(pp=2, tp=2, sequence_parallel=True, gradient_accumulation_steps=4, recompute="full"), None, 0),
+        (Candidate(pp=2, gradient_accumulation_steps=4, recompute="full", recomputed_layers=1), 0, 0),
+        crossing(
+            Candidate(pp=2, cp=4, context="hybrid", ulysses=2, schedule="zb-h1", gradient_accumulation_steps=4), 1, 4
+        ),
+        (
+            Candidate(pp=2, cp=4, context="ring", dp=2, zero_stage=1, gradient_accumulation_steps=4, recompute="full"),
+            0,
+            0,
+        ),
     ],
     ids=["1f1b", "zb-h1", "the largest", "recompute of some", "cp, hybrid", "cp, ring"],
 )
@@ -97,9 +103,9 @@ def test_what_cannot_be_traced(config: Path, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"this version cannot run dp1 .*recompute=selective"):
         trace_and_compare(model, shape, Candidate(recompute="selective"), JOB)
     with pytest.raises(PlanError, match="--stage 2: dp1 pp2 zero0 mb1x4 has the stages 0 to 1"):
-        trace_and_compare(model, shape, Candidate(pp=2, accumulation=8), JOB, stage=2)
+        trace_and_compare(model, shape, Candidate(pp=2, gradient_accumulation_steps=8), JOB, stage=2)
     with pytest.raises(PlanError, match="has no pipeline stages; leave --stage out"):
-        trace_and_compare(model, shape, Candidate(accumulation=8), JOB, stage=0)
+        trace_and_compare(model, shape, Candidate(gradient_accumulation_steps=8), JOB, stage=0)
     unknown = tmp_path / "unknown.json"
     unknown.write_text(json.dumps({**CONFIG, "model_type": "nobody_s"}))
     with pytest.raises(PlanError, match=r"unknown.json has model_type 'nobody_s', which transformers") as error:

@@ -16,7 +16,6 @@ import meshwright as mw
 from conformance.gpu.ranks import RankPools, rank_pools
 from conformance.gpu.section import Check, Place, Section, attempt, not_run
 from meshwright.choose.given_plan import resolve_plan
-from meshwright.plan.config import ParallelPlan
 from meshwright_plan.job.adapters import Lora
 from meshwright_plan.job.candidate import Candidate, Job
 from meshwright_plan.job.shapes import describe
@@ -104,7 +103,7 @@ def _compared(case: Case, sizes: dict[str, int], place: Place, pools: RankPools)
     job = job.in_32_bits() if case.dtype is _SINGLE else job
     expected = footprint(
         describe(LlamaConfig(**sizes)),
-        _candidate(plan, case.rows),
+        Candidate.of(plan, Job(seq_len=1, global_batch=plan.dp * case.rows)),
         job,
     ).peak
     return Check(
@@ -113,15 +112,6 @@ def _compared(case: Case, sizes: dict[str, int], place: Place, pools: RankPools)
         goal=_GOAL,
         details={"MiB measured": peak / 2**20, "MiB expected": expected / 2**20},
     )
-
-
-def _candidate(plan: ParallelPlan, rows: int) -> Candidate:
-    """Return a plan in the planner's terms."""
-    spread = {"shard" if plan.zero_stage else "replicate": plan.dp}
-    return Candidate(
-        **spread, tp=plan.tp, sequence_parallel=plan.sequence_parallel, zero_stage=plan.zero_stage, micro_batch=rows,
-        recompute=plan.recompute,
-    )  # fmt: skip
 
 
 def _new(case: Case, sizes: dict[str, int], device: str, plants: bool) -> Any:

@@ -135,7 +135,7 @@ def _foreseen(
         lora=Lora(rank=LORA_RANK) if contest.adapters else None,
     )
     job = job if place.is_cuda else job.in_32_bits()
-    plan = Candidate(micro_batch=contest.rows, recompute="full" if contest.recompute else "none")
+    plan = Candidate(micro_batch_size=contest.rows, recompute="full" if contest.recompute else "none")
     shape = describe(contest.config)
     expected = StepModel(shape, cluster, coefficients).step(plan, job).total
     return Check(

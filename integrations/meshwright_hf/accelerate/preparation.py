@@ -23,6 +23,7 @@ from meshwright.choose.given_plan import config_with, given_plan, plan_in_model,
 from meshwright.choose.picked_plan import pick_plan, tell_reasons
 from meshwright.compiling import leave_out_of_graphs, without_compilation
 from meshwright.distribute.attach_optimizer import plan_to_complete
+from meshwright.distribute.decide import call_of, runnable_plans
 from meshwright.distribute.to_distributed import to_distributed
 from meshwright.errors import PlanError
 from meshwright.faults.equal_errors import say_equal_texts_once
@@ -293,7 +294,7 @@ def _pick_plan(
         if loader is not None and not accelerator.split_batches:
             loader = global_batches(loader, dp)
         device = device_for(device_of(model))
-        plan, reasons = pick_plan(model, optimizer, loader, config, node_num=None, device=device)
+        plan, reasons = pick_plan(runnable_plans(call_of(model, config, optimizer, device)), loader)
         tried.add(dp)
         if plan.dp in tried or accelerator.split_batches or config.input_spec is not None:
             tell_reasons(reasons)  # those of earlier rounds are about other batches

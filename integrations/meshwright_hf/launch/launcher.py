@@ -58,7 +58,7 @@ def accelerate_config(plan: Candidate, cluster: Cluster, *, saved: Path | None, 
         mixed_precision: accelerate's name of the planned precision: no, bf16 or fp8.
     """
     cpu = cluster.device.is_cpu
-    value = shell_word(saved if saved else plan_line(plan.runnable_fields()))
+    value = shell_word(saved if saved else plan_line(plan.plan.changed))
     variables = f"{PLAN_VARIABLE}={value} " + ("ACCELERATE_USE_CPU=true " if cpu else "")
     address = " --machine_rank RANK --main_process_ip ADDRESS_OF_MACHINE_0" if cluster.nodes > 1 else ""
     lines = [

@@ -66,7 +66,10 @@ def save_plan(plan: Candidate, path: str | Path, *, comment: str = "", dtype: st
     """
     lines = [f"# {printable(line)}".rstrip() for line in comment.splitlines()]
     lines.append(f"version: {PLAN_VERSION}")
-    lines += [f"{key}: {json.dumps(value)}" for key, value in plan.fields().items()]
+    shown = (*PLAN_AXES, "sequence_parallel", "zero_stage", "micro_batch_size", "recompute")
+    fields = {name: getattr(plan, name) for name in shown} | plan.changed
+    fields.pop("gradient_accumulation_steps", None)  # the number of micro-batches follows from the batch
+    lines += [f"{key}: {json.dumps(value)}" for key, value in fields.items()]
     if dtype is not None:
         lines.append(f"dtype: {json.dumps(dtype)}")
     write_whole(path, "\n".join(lines) + "\n", option="--save")

@@ -1,52 +1,41 @@
 """Picks the plan for ``to_distributed`` on this run's hardware profile: the plan that ``meshwright plan`` would show
 first, if the model can run it.
 
-Pipeline stages may be picked only for some models. What shows without a forward pass is decided before the search. If
-the first choice has stages, the model's forward runs once on tensors without values. If its layers cannot be cut, a
-search without stages follows.
+The runtime says which plans it refuses (``Feature.refusals``), and decides, as for a given plan, what the first choice
+does to the model, in passes without values. If no choice can run, a search without what was refused follows.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import logging
 import os
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
-from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
 from meshwright.choose.given_plan import with_sequence_parallel
 from meshwright.choose.model_sizes import against_tensor, describe_model, kind_of, logits_in_training
-from meshwright.context.check_method import check_method
-from meshwright.context.record import check_token_wise, record_context
 from meshwright.data.nested import leaves
 from meshwright.errors import OptimizerMismatchError, PlanError
 from meshwright.facts import Facts
 from meshwright.faults.together import on_first_rank
+from meshwright.features.decision import Call, Decision, Refusal
 from meshwright.mesh.host import available_memory
 from meshwright.mesh.process_group import node_count, world_size
 from meshwright.mesh.rank_grid import AXES
-from meshwright.optim.elementwise import check_reads, declared
 from meshwright.optim.runtime import find_runtime
 from meshwright.parallel.batch.schema import BatchSchema
 from meshwright.parallel.fake_passes.routed_shape import on_meta
-from meshwright.parallel.forward.recompute import can_recompute_some, check_recompute
-from meshwright.parallel.losses.head_losses import find_loss
-from meshwright.parallel.tensor_parallel.structure import describe as describe_structure
-from meshwright.parallel.tensor_parallel.structure import outline
-from meshwright.pipeline.layer_order import record_order
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.progress import is_first_rank
-from meshwright.roles import Decoder, plan_for
-from meshwright.roles.adapters import check_methods, without_wrappers
-from meshwright.roles.blocks.experts import check_adapted_experts
 from meshwright_plan.answers import explain
 from meshwright_plan.formatting import memory as memory_text
 from meshwright_plan.formatting import seconds
@@ -54,7 +43,7 @@ from meshwright_plan.job.candidate import Candidate, Job
 from meshwright_plan.job.optimizers import OptimizerKind
 from meshwright_plan.machine.devices import Device, device_of_driver
 from meshwright_plan.machine.hardware import CATALOGUE, Cluster, HardwareProfile
-from meshwright_plan.search.search import TIE, TIED, Choice, Search, search
+from meshwright_plan.search.search import BESIDE_DP, TIE, TIED, Choice, Search, axes_of, search
 from meshwright_plan.search.space import Space
 
 PROFILE_FILE = "machine.json"  # the file that messages propose for a profile
@@ -115,24 +104,101 @@ def tell_reasons(reasons: str) -> None:
         logger.warning("%s", reasons)  # INFO is hidden by default
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunnablePlans:
+    """Which plans the runtime takes for one call.
+
+    Args:
+        call: the call, under any plan.
+        rows: the rows by which a call is refused before its plan cuts the model.
+        decide: decides what the plan of a call does to the model, or raises.
+        by_rows, when_cut: why kinds of plans are refused, as far as this was asked; None for those that are not.
+    """
+
+    call: Call
+    rows: Sequence[Refusal]
+    decide: Callable[[Call], Decision]
+    by_rows: dict[Candidate, str | None] = field(default_factory=dict)
+    when_cut: dict[Candidate, str | None] = field(default_factory=dict)
+
+    def refusal(self, plan: Candidate) -> str | None:
+        """Return why the call is refused under a plan, as far as shows before the model is cut; None if it is not."""
+        if (kind := _alike(plan)) not in self.by_rows:
+            self.by_rows[kind] = self._refused(plan, self._first_row)
+        return self.known_refusal(plan)
+
+    def known_refusal(self, plan: Candidate) -> str | None:
+        """Return the same without a new question, which a search would ask about hundreds of plans."""
+        return self.by_rows.get(_alike(plan)) or self.when_cut.get(_kind(plan))
+
+    def refusal_when_cut(self, plan: Candidate) -> str | None:
+        """Return the same after the model was cut by the plan, which takes as long as passes without values."""
+        if self.refusal(plan) is None:
+            self.when_cut[_kind(plan)] = self._refused(plan, self._cut)
+        return self.refusal(plan)
+
+    def _refused(self, plan: Candidate, ask: Callable[[Call], str | None]) -> str | None:
+        try:
+            return ask(dataclasses.replace(self.call, plan=with_sequence_parallel(plan.plan, self.call.config)))
+        except (PlanError, OptimizerMismatchError) as error:
+            return str(error)
+
+    def _first_row(self, call: Call) -> str | None:
+        errors = (row.error(call) for row in self.rows if not row.after_cut)
+        return next((str(error) for error in errors if error is not None), None)
+
+    def _cut(self, call: Call) -> str | None:
+        cut = self.decide(call).cut
+        is_known = cut is None or cut.order.is_plain
+        return None if is_known else "what crosses its stages beside [rows, tokens, channels] has no estimate"
+
+    def against(self) -> dict[str, str]:
+        """Return each axis with which no plan may be picked, and the reason."""
+        call, found = self.call, {}
+        if (reason := against_tensor(call.model, call.config.sharding_plan)) is not None:
+            found["tp"] = reason
+        if not call.config.picks_stages:
+            found["pp"] = "ToDistributedConfig(picks_stages=False)"
+        elif next(call.model.parameters()).dtype is torch.float16:
+            found["pp"] = "stages were not compared with one device with float16 weights, only under autocast"
+        for axis in BESIDE_DP:
+            if axis not in found and (reason := self.refusal(_with_axis(axis, 2))) is not None:
+                found[axis] = reason
+        return found
+
+
+def _kind(plan: Candidate) -> Candidate:
+    """Return a plan that is refused for the same reasons: how many rows a rank has, and in how many stages, is none."""
+    return plan.copy(
+        dp=min(plan.dp, 2),
+        micro_batch_size=1,
+        gradient_accumulation_steps=min(plan.gradient_accumulation_steps, 2),
+        recomputed_layers=None if plan.recomputed_layers is None else 1,
+        stages=None,
+    )
+
+
+def _alike(plan: Candidate) -> Candidate:
+    """Return a plan that the rows refuse for the same reasons: they ask which axes it has, and for the size of ep."""
+    return _kind(plan).copy(**{axis: min(size, 2) for axis, size in plan.sizes.items()}, chunks=None, ulysses=None)
+
+
+def _with_axis(axis: str, size: int) -> Candidate:
+    """Return a plan with one axis alone; ranks that share experts are those of dp."""
+    return Candidate(dp=size if axis == "ep" else 1).copy(**{axis: size})
+
+
 def pick_plan(
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    dataloader: Iterable[object] | None,
-    config: ToDistributedConfig,
-    *,
-    node_num: int | None,
-    device: torch.device,
+    plans: RunnablePlans, dataloader: Iterable[object] | None, *, node_num: int | None = None
 ) -> tuple[ParallelPlan, str]:
     """Return the plan that the planner picks on rank 0, and its reasons; every rank gets the same plan.
 
     Args:
-        model: a model with a transformers config, or with a decoder's structure.
-        optimizer: the optimizer, whose state is counted, and which decides whether it may be sharded.
+        plans: the call, and the plans that the runtime takes for it. The model has a transformers config or a decoder's
+            structure. Of the options, ``memory_budget``, ``prefer``, ``hardware_profile`` and ``input_spec`` matter
+            most.
         dataloader: the loader that gives the batch size and row length, unless ``config.input_spec`` gives them.
-        config: the options; ``memory_budget``, ``prefer``, ``hardware_profile`` and ``input_spec`` matter most.
         node_num: number of nodes; None for the launched number.
-        device: the device of this process.
 
     Raises:
         PlanError: on every rank, if the planner cannot describe the model, the size of a batch is unknown, or no plan
@@ -140,69 +206,44 @@ def pick_plan(
     """
 
     def pick() -> dict[str, Any]:
-        rows, length = _batch(dataloader, config)
-        nodes, reason = node_num or node_count(), against_stages(model, config)
-        kind = kind_of(optimizer, model)
-        found = _search(model, kind, rows, length, nodes, config, device, no_stages=reason)
-        choice = _first_runnable(found, model, optimizer, config)
-        if choice.plan.pp > 1 and (reason := why_not_cut(model, config)) is not None:
-            found = _search(model, kind, rows, length, nodes, config, device, no_stages=reason)
-            choice = _first_runnable(found, model, optimizer, config)
-        reasons = "\n".join(_shown(found, choice, type(model).__name__))
-        return {"plan": choice.plan.runnable_fields(), "reasons": reasons}
+        rows, length = _batch(dataloader, plans.call.config)
+        found, choice = _first_runnable(plans, rows, length, node_num or node_count())
+        reasons = "\n".join(_shown(found, choice, type(plans.call.model).__name__))
+        return {"plan": choice.plan.plan.changed, "reasons": reasons}
 
     picked = on_first_rank(pick)
-    return with_sequence_parallel(ParallelPlan(**picked["plan"]), config), picked["reasons"]
+    return with_sequence_parallel(ParallelPlan(**picked["plan"]), plans.call.config), picked["reasons"]
 
 
-def against_stages(model: nn.Module, config: ToDistributedConfig) -> str | None:
-    """Return why no plan with pipeline stages may be picked for a model, as far as this shows without a forward pass.
+def _first_runnable(plans: RunnablePlans, rows: int, length: int, nodes: int) -> tuple[Search, Choice]:
+    """Return the first plan under which the model can be cut, and the search that found it.
 
-    Args:
-        model: the model.
-        config: the options of ``to_distributed``.
-
-    Returns:
-        The reason; None if such a plan may be picked.
+    If an axis of a refused plan is to blame, a search without it follows, and otherwise the next plan.
     """
-    if not config.picks_stages:
-        return "ToDistributedConfig(picks_stages=False)"
-    if config.engine is not None:
-        return f"{config.engine} runs the backward pass of the whole model"
-    if find_loss(without_wrappers(model)[1], config.loss_averages_over) is None:
-        return "the model computes its own loss, and a pipeline's backward pass runs inside the model's forward"
-    if next(model.parameters()).dtype is torch.float16:
-        return "stages were compared with one device in float16 under autocast only, not with float16 weights"
-    return None
-
-
-def why_not_cut(model: nn.Module, config: ToDistributedConfig) -> str | None:
-    """Return why the layers of a model cannot be cut into stages; None if they can.
-
-    The model's forward runs once on tensors without values.
-    """
-    decoder = without_wrappers(model)[1]
-    try:
-        order = record_order(outline(decoder, config.sharding_plan, instead="ParallelPlan(pp=1)"))
-    except PlanError as error:
-        return str(error)
-    if not order.is_plain:
-        return "what crosses its stages beside hidden states of [rows, tokens, channels] has no estimate"
-    return None
+    against, kind = plans.against(), kind_of(plans.call.optimizer, plans.call.model)
+    while True:
+        found = _search(plans, rows, length, nodes, against, kind)
+        for choice in found.choices:
+            if plans.refusal_when_cut(choice.plan) is None:
+                return found, choice
+            sizes = {axis: getattr(choice.plan, axis) for axis in axes_of(choice.plan)}
+            reasons = {f"{axis}={n}": plans.refusal_when_cut(_with_axis(axis, n)) for axis, n in sizes.items()}
+            if blamed := {size: reason for size, reason in reasons.items() if reason is not None}:
+                against |= blamed
+                break
 
 
 def _search(
-    model: nn.Module,
-    kind: str | OptimizerKind,
+    plans: RunnablePlans,
     rows: int,
     length: int,
     nodes: int,
-    config: ToDistributedConfig,
-    device: torch.device,
-    *,
-    no_stages: str | None,
+    against: Mapping[str, str],
+    kind: str | OptimizerKind,
 ) -> Search:
+    model, config, device = plans.call.model, plans.call.config, plans.call.device
     shape = describe_model(model, config)
+    assert device is not None
     path, per_node = config.hardware_profile, max(1, world_size() // nodes)
     profile = None if path is None else load_run_profile(path, processes=per_node, nodes=nodes)
     cluster = cluster_at_hand(device, nodes, profile)
@@ -223,68 +264,25 @@ def _search(
             "by the same factor. To choose the plan yourself, pass ToDistributedConfig(plan=ParallelPlan(...))",
             type(model).__name__, shape.parameters / 1e6, parameters / 1e6,
         )  # fmt: skip
-    no_context = None if config.engine is None else f"{config.engine} averages gradients over dp alone"
-    space = Space(shape=shape, cluster=cluster, job=job, most_zero=2, no_stages=no_stages, no_context=no_context,
-                  no_tensor=against_tensor(model, config.sharding_plan), no_sharing=_against_sharing(config),
-                  recomputes_some=can_recompute_some(without_wrappers(model)[1]))  # fmt: skip
-    found = search(space, profile, top=TIED, budget=budget, within=TIE)
+    known = Space(
+        shape=shape, cluster=cluster, job=job, most_zero=2, against=against, refuses=plans.known_refusal
+    )  # fmt: skip
+    asked = dataclasses.replace(known, refuses=plans.refusal)
+    find = functools.partial(search, profile=profile, top=TIED, within=TIE)
+    found = find(known, budget=budget)
     if config.prefer == "memory" and found.choices:
         # Nothing fits into one byte, so each plan is tried with the most recompute.
-        leanest = search(space, profile, budget=1).smallest[1].total
-        found = search(space, profile, top=TIED, budget=leanest, within=TIE)
+        found = find(known, budget=search(asked, profile, budget=1).smallest[1].total)
     if not found.choices:
         # ZeRO stage 3 comes last: its time was never measured, though its memory is as well known as the others'.
-        found = search(dataclasses.replace(space, most_zero=3), profile, top=TIED, budget=budget, within=TIE)
-    if not found.choices:
-        raise explain.no_fit(found)
-    return found
-
-
-def _against_sharing(config: ToDistributedConfig) -> str | None:
-    """Return why no plan in which ranks share experts may be picked; None if one may."""
-    if config.engine is not None:
-        return f"experts that ranks share were not compared with one device under {config.engine}"
-    return None if config.compile is None else "the host would read how many tokens travel inside of compiled layers"
-
-
-def _first_runnable(
-    found: Search, model: nn.Module, optimizer: Optimizer | None, config: ToDistributedConfig
-) -> Choice:
-    """Return the first plan that the model and the optimizer can run."""
-    refusals: dict[str, str] = {}
-    for choice in found.choices:
-        refusal = next(_refusals(choice.plan, model, optimizer, config), None)
-        if refusal is None:
-            return choice
-        refusals[choice.plan.label] = refusal
-    reasons = "; ".join(f"{label}: {reason}" for label, reason in list(refusals.items())[:3])
-    raise PlanError(f"none of the plans that fit works for {type(model).__name__}: {reasons}")
-
-
-def _refusals(
-    plan: Candidate, model: nn.Module, optimizer: Optimizer | None, config: ToDistributedConfig
-) -> Iterator[str]:
-    decoder = without_wrappers(model)[1]
-    if plan.accumulation > 1 and find_loss(decoder, config.loss_averages_over) is None:
-        yield "the model computes its own loss, so a batch cannot be split into micro-batches"
-    try:
-        runnable = ParallelPlan(**plan.runnable_fields())
-        check_methods(model, runnable.cut_axes, has_micro_batches=runnable.has_micro_batches)
-        check_adapted_experts(Facts(decoder), ep=plan.ep, etp=1, zero_stage=plan.zero_stage)
-        if plan.recompute == "full":
-            check_recompute(decoder, plan.recomputed)
-        if optimizer is not None:
-            check_reads(optimizer, reads=declared(config), plan=runnable)
-        structure: Decoder | None = None
-        if plan.tp > 1:
-            sharding = config.sharding_plan or plan_for(decoder)
-            structure = describe_structure(decoder, sharding, tp=plan.tp, sequence_parallel=plan.sequence_parallel)
-        if plan.cp > 1:
-            structure = structure or outline(decoder, config.sharding_plan, instead="ParallelPlan(cp=1)")
-            check_token_wise(structure, config.sharding_plan)
-            check_method(record_context(structure), runnable)
-    except (PlanError, OptimizerMismatchError) as error:
-        yield str(error)
+        found = find(dataclasses.replace(known, most_zero=3), budget=budget)
+    if found.choices:
+        return found
+    if found.fitting:
+        refused = ((kind.label, reason) for kind, reason in {**plans.by_rows, **plans.when_cut}.items() if reason)
+        said = "; ".join(f"{label}: {reason}" for label, reason in itertools.islice(refused, 3))
+        raise PlanError(f"none of the plans that fit works for {type(model).__name__}: {said}")
+    raise explain.no_fit(find(dataclasses.replace(asked, most_zero=3), budget=budget))
 
 
 def _batch(dataloader: Iterable[object] | None, config: ToDistributedConfig) -> tuple[int, int]:
@@ -364,7 +362,7 @@ def _shown(found: Search, choice: Choice, name: str) -> list[str]:
     plan, lines = choice.plan, _lines(found, choice, name)
     if found.cluster.gpus > 1:
         return lines
-    return [] if plan.accumulation == 1 and plan.recompute == "none" else lines[:2]
+    return [] if plan.gradient_accumulation_steps == 1 and plan.recompute == "none" else lines[:2]
 
 
 def _lines(found: Search, choice: Choice, name: str) -> list[str]:
@@ -390,38 +388,30 @@ def _lines(found: Search, choice: Choice, name: str) -> list[str]:
     ]
 
 
-def plan_card(
-    model: nn.Module,
-    dataloader: Iterable[object],
-    *,
-    rows: int,
-    device: torch.device,
-    optimizer: Optimizer | None = None,
-) -> str:
+def plan_card(plans: RunnablePlans, dataloader: Iterable[object], *, rows: int) -> str:
     """Return a text with the plan that the planner would pick for the launched devices and its estimates.
 
     The call does not communicate.
 
     Args:
-        model: a model with a transformers config.
+        plans: the call, with a model that has a transformers config, and the plans that the runtime takes for it.
         dataloader: the loader, whose rows give the length of a row.
         rows: rows of the global batch of one optimizer step.
-        device: the device of this process.
-        optimizer: the optimizer, whose state is counted; that of AdamW without one.
 
     Raises:
         PlanError: if the planner cannot describe the model, the length of a row is unknown, or no plan fits.
     """
     if not _is_mapped(getattr(dataloader, "dataset", None)):
         raise PlanError("the dataset is a stream, which does not show the length of a row")
-    config, length = ToDistributedConfig(), _length(dataloader)  # type: ignore[arg-type]
-    kind = kind_of(optimizer, model)
-    if find_runtime(model) is not None:  # its forward is that of its plan, with the collectives of all ranks
-        model = on_meta(without_wrappers(model)[1])
-    found = _search(model, kind, rows, length, 1, config, device, no_stages=against_stages(model, config))
+    length, call = _length(dataloader), plans.call  # type: ignore[arg-type]
+    if find_runtime(call.model) is not None:  # its forward is that of its plan, with the collectives of all ranks
+        facts = Facts(on_meta(call.decoder))
+        plans = dataclasses.replace(plans, call=dataclasses.replace(call, facts=facts, optimizer=None))
+    found = _search(plans, rows, length, 1, plans.against(), kind_of(call.optimizer, call.model))
     choice = found.choices[0]
     speed = choice.tokens_per_second * found.cluster.gpus
-    return "\n".join([*_lines(found, choice, type(model).__name__)[:2], f"  expected: {speed:,.0f} tokens/s in all"])
+    lines = _lines(found, choice, type(call.decoder).__name__)[:2]
+    return "\n".join([*lines, f"  expected: {speed:,.0f} tokens/s in all"])
 
 
 def device_at_hand(device: torch.device) -> Device:

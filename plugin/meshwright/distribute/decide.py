@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from meshwright.choose.picked_plan import RunnablePlans
 from meshwright.context.check_method import check_method
 from meshwright.context.record import LENGTHS, ContextRecord, check_token_wise, record_context
 from meshwright.context.recorded_pass import ROWS, SOURCE, ContextWatcher
@@ -26,6 +27,7 @@ from meshwright.features.decision import Build, Call, Decision, refuse
 from meshwright.features.passes import EXPERTS
 from meshwright.mesh.axes import Mesh
 from meshwright.optim.runtime import Runtime
+from meshwright.parallel.losses.causal_lm import BatchLoss
 from meshwright.parallel.losses.head_losses import LossKind, find_loss
 from meshwright.parallel.tensor_parallel.shared_tower import shares_towers
 from meshwright.parallel.tensor_parallel.structure import DecoderStructure, describe, outline
@@ -38,33 +40,38 @@ from meshwright.roles.blocks import mixers_of
 from meshwright.roles.blocks.experts import is_experts
 
 
-def decide(
-    facts: Facts,
-    plan: ParallelPlan,
-    config: ToDistributedConfig,
-    *,
-    optimizer: Optimizer | None,
-    loss: LossKind | None,
-    device: torch.device,
-) -> Decision:
-    """Decide what a plan does to a model, before the ranks meet; nothing is changed.
+def call_of(
+    model: nn.Module | Facts, config: ToDistributedConfig, optimizer: Optimizer | None, device: torch.device
+) -> Call:
+    """Return a call of ``to_distributed`` whose plan is not chosen yet.
 
     Args:
-        facts: what the model shows, with wrappers around its decoder.
-        plan: the plan.
+        model: the model, with wrappers around its decoder, or its facts.
         config: the options of the call.
         optimizer: the optimizer over the model's parameters, if the call has one.
-        loss: what the model's loss averages over; None if unknown.
         device: the device on which the model will run.
+    """
+    facts = Facts.of(model)
+    loss = find_loss(decoder_of(facts).model, config.loss_averages_over)
+    return Call(facts=facts, plan=ParallelPlan(), config=config, loss=loss, optimizer=optimizer, device=device)
+
+
+def decide(call: Call) -> Decision:
+    """Decide what the plan of a call does to its model, before the ranks meet; nothing is changed.
 
     Raises:
         PlanError: if this version cannot run the plan with the model, the optimizer and the options.
     """
-    call = Call(facts=facts, plan=plan, config=config, loss=loss, optimizer=optimizer, device=device)
+    assert not isinstance(call.loss, BatchLoss)
     refuse(call, REFUSALS)
-    decision = cut(facts, plan, config, loss=loss)
+    decision = cut(call.facts, call.plan, call.config, loss=call.loss)
     refuse(decision, REFUSALS)
     return decision
+
+
+def runnable_plans(call: Call) -> RunnablePlans:
+    """Return which plans the runtime takes for a call."""
+    return RunnablePlans(call=call, rows=REFUSALS, decide=decide)
 
 
 def structure_of(

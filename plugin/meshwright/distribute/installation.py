@@ -50,11 +50,13 @@ class Feature:
         after: the parts that must be there before, since this one finds what they installed, or its hooks must lie
             outside of theirs.
         refusals: the rows by which a call is refused that the part cannot serve.
+        is_settled: whether they ask about whole weights, and so not when a distributed model gets an optimizer later.
     """
 
     install: Callable[[Build], None]
     after: tuple[Callable[[Build], None], ...] = ()
     refusals: tuple[Refusal, ...] = ()
+    is_settled: bool = False
 
 
 _ADAPTERS = Refusal.by(
@@ -75,12 +77,12 @@ _FLOAT8 = Refusal.by(
 
 # The order in which the parts are installed, and so in which their hooks run.
 FEATURES = (
-    Feature(training.hold_shards, refusals=(*training.STEPS, *training.MEMORY, _QUANTISED)),
+    Feature(training.hold_shards, refusals=(*training.STEPS, *training.MEMORY)),
     Feature(passes.compare_replicas),
     Feature(passes.watch_passes, (training.hold_shards, passes.compare_replicas), passes.SPLIT_ROWS),
-    Feature(passes.scale_float8, (training.hold_shards, passes.watch_passes), (_FLOAT8,)),
-    Feature(passes.cut_blocks, (passes.watch_passes, passes.scale_float8), (_ADAPTERS,)),
-    Feature(passes.spread_experts, (training.hold_shards,), passes.EXPERTS),
+    Feature(passes.scale_float8, (training.hold_shards, passes.watch_passes), (_FLOAT8,), True),
+    Feature(passes.cut_blocks, (passes.watch_passes, passes.scale_float8), (_QUANTISED, _ADAPTERS), True),
+    Feature(passes.spread_experts, (training.hold_shards,), passes.EXPERTS, True),
     Feature(splits.separate_documents),
     Feature(splits.part_tokens, (passes.cut_blocks, splits.separate_documents)),
     Feature(splits.check_positions),
@@ -95,14 +97,10 @@ FEATURES = (
     Feature(training.recompute, refusals=training.RECOMPUTE),
     Feature(training.replay, (training.recompute, passes.spread_experts, splits.separate_documents)),
     Feature(training.defer_logits, (passes.cut_blocks,)),
-    Feature(training.compile_layers, (passes.cut_blocks,), (*training.COMPILE, *passes.UNCOMPILABLE)),
+    Feature(training.compile_layers, (passes.cut_blocks,), (*training.COMPILE, *passes.UNCOMPILABLE), True),
 )
 REFUSALS = tuple(row for feature in FEATURES for row in feature.refusals)
-# Those that hold for an optimizer or a loader that a distributed model gets later.
-REFUSALS_LATER = (
-    *training.STEPS, *training.MEMORY, *passes.SPLIT_ROWS, *training.GRADIENTS, *splits.PARTS, *training.LOSS,
-    *training.RECOMPUTE,
-)  # fmt: skip
+REFUSALS_LATER = tuple(row for feature in FEATURES if not feature.is_settled for row in feature.refusals)
 
 
 def distribute(build: Build, optimizer: Optimizer | None, make: Make, *, seed: int) -> None:

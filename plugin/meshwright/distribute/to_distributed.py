@@ -33,7 +33,7 @@ from meshwright.distribute.check_arguments import (
     check_launch,
     check_model,
 )
-from meshwright.distribute.decide import decide
+from meshwright.distribute.decide import call_of, decide, runnable_plans
 from meshwright.distribute.installation import REFUSALS_LATER, distribute
 from meshwright.distribute.meeting import CallStatement, meet
 from meshwright.distribute.quantised import finish_loading
@@ -54,13 +54,12 @@ from meshwright.optim.state_dicts import check_ownership
 from meshwright.parallel.batch.flash_rows import flash_function, flash_implementation
 from meshwright.parallel.batch.items import BatchFormat
 from meshwright.parallel.losses.causal_lm import BatchLoss, CausalLMLoss
-from meshwright.parallel.losses.head_losses import find_loss
 from meshwright.parallel.tensor_parallel.float8 import plain_weights
 from meshwright.plan.config import IN_PLAN, ParallelPlan, PlanLike, ToDistributedConfig
 from meshwright.plan.fields import either_name, names_checked
 from meshwright.plan.text import CALL_NAMES
 from meshwright.progress import is_first_rank
-from meshwright.roles.adapters import decoder_of, without_wrappers, wrapped
+from meshwright.roles.adapters import without_wrappers, wrapped
 
 
 @contextlib.contextmanager
@@ -217,11 +216,11 @@ def _distribute(
         return _complete(facts, runtime, optimizer, dataloader, config)
     # Until the ranks meet, each decides by itself, and changes nothing.
     facts = _look(facts, optimizer)
-    loss = find_loss(decoder_of(facts).model, config.loss_averages_over)
     device = device_for(_starting_device(facts))
     check_device_num(device_num, device)
-    plan, is_picked = _choose(facts.model, optimizer, dataloader, config, node_num, device)
-    decision = decide(facts, plan, config, optimizer=optimizer, loss=loss, device=device)
+    call = call_of(facts, config, optimizer, device)
+    plan, is_picked = _choose(call, dataloader, node_num, device)
+    decision = decide(dataclasses.replace(call, plan=plan))
 
     mesh, guard, weights, statements = _meet(decision, device)
     shown = None if config.logging_steps is None else Preparation.make(facts.model, config, optimizer=optimizer)
@@ -252,19 +251,14 @@ def _look(facts: Facts, optimizer: Optimizer | None) -> Facts:
 
 
 def _choose(
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    dataloader: Iterable[Any] | None,
-    config: ToDistributedConfig,
-    node_num: int | None,
-    device: torch.device,
+    call: Call, dataloader: Iterable[Any] | None, node_num: int | None, device: torch.device
 ) -> tuple[ParallelPlan, bool]:
     """Return the plan that is given, or saved in the model's config, or picked; and whether it is picked."""
-    plan = given_plan(config) or plan_in_model(model, config)
+    plan = given_plan(call.config) or plan_in_model(call.model, call.config)
     is_picked = plan is None
     if plan is None:
-        _join(device, config)
-        plan, reasons = pick_plan(model, optimizer, dataloader, config, node_num=node_num, device=device)
+        _join(device, call.config)
+        plan, reasons = pick_plan(runnable_plans(call), dataloader, node_num=node_num)
         tell_reasons(reasons)
     check_launch(plan)
     return plan, is_picked

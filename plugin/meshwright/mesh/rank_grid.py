@@ -11,9 +11,8 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Self, SupportsIndex
+from collections.abc import Sequence
+from typing import Any, SupportsIndex
 
 AXES = {"pp": "pipeline", "dp": "data", "cp": "context", "tp": "tensor"}  # name -> kind, the outermost axis first
 PLAN_AXES = ("dp", "tp", "cp", "pp")  # the same axes in the order in which a plan is written
@@ -52,10 +51,6 @@ class AxisSizes:
         """Return whether runs of so many neighbours of dp x cp x tp are parts of a group of tp, or whole groups."""
         tp = self.sizes["tp"]
         return self.world_size // self.sizes["pp"] % ranks == 0 and (ranks % tp == 0 or tp % ranks == 0)
-
-    def resized(self, sizes: Mapping[str, int]) -> Self:
-        """Return a copy with other sizes of some axes."""
-        return replace(self, **sizes)  # type: ignore[type-var]
 
     def product(self, *axes: str) -> str:
         """Return the sizes of these axes, by default of all, as in "dp=2 x tp=2"."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -16,7 +16,6 @@ from meshwright.mesh.process_group import node_count, world_size
 from meshwright.optim.runtime import device_of, find_runtime
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright_plan.answers.notes import measured_notes
-from meshwright_plan.answers.own_plan import check_expert_ranks
 from meshwright_plan.formatting import memory as size
 from meshwright_plan.formatting import seconds
 from meshwright_plan.job.candidate import Candidate, Job, Logits
@@ -24,6 +23,7 @@ from meshwright_plan.job.optimizers import OptimizerKind
 from meshwright_plan.job.shapes import ModelShape
 from meshwright_plan.machine.hardware import Cluster, HardwareProfile
 from meshwright_plan.memory.peak import Memory, stage_memory
+from meshwright_plan.search.space import check_expert_ranks
 from meshwright_plan.time.layer import StepTime
 from meshwright_plan.time.step import StepModel
 
@@ -196,7 +196,7 @@ def candidate_of(plan: ParallelPlan, rows: int, passes: int = 1) -> Candidate:
     count = max(1, plan.count_micro_batches(rows))
     micro = max(1, -(-rows // count))  # the largest, if their sizes differ
     job = Job(seq_len=1, global_batch=plan.dp * micro * count * passes)
-    return Candidate.of({**asdict(plan), "micro_batch_size": micro}, job)
+    return Candidate.of(replace(plan, micro_batch_size=micro, gradient_accumulation_steps=1), job)
 
 
 _SMALL = 2**20  # bytes below which a part is not listed

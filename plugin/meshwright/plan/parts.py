@@ -11,8 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
+from typing import Literal, get_args
 
-METHODS = ("gather", "ulysses", "ring", "hybrid")
+Method = Literal["gather", "ulysses", "ring", "hybrid"]
+METHODS: tuple[Method, ...] = get_args(Method)
 BLOCK = 1024  # queries whose mask and scores are in memory at a time
 
 

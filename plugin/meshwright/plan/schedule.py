@@ -15,8 +15,10 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal, get_args
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv")
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zbv"]
+SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 SPLIT_BACKWARD = frozenset({"zb-h1", "zbv"})  # schedules that compute the gradients of weights apart
 
 
@@ -92,6 +94,7 @@ def stages_of_rank(schedule: str, rank: int, p: int, v: int) -> tuple[int, ...]:
     return tuple(stage for stage in range(p * v) if rank_of_stage(schedule, stage, p) == rank)
 
 
+@lru_cache(maxsize=64, typed=True)
 def chunks_of(schedule: str, chunks: int | None = None) -> int:
     """Return how many virtual stages a rank holds under a schedule.
 

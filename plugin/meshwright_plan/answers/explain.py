@@ -15,7 +15,7 @@ from meshwright_plan.formatting import gib, grid, seconds
 from meshwright_plan.job.candidate import Candidate, Job
 from meshwright_plan.job.shapes import ModelShape
 from meshwright_plan.machine.hardware import Cluster
-from meshwright_plan.memory.peak import peak_memory
+from meshwright_plan.memory.peak import peak_memory, stage_memory
 from meshwright_plan.search.search import TIE, Choice, Search, search
 from meshwright_plan.time.step import StepModel
 
@@ -81,7 +81,8 @@ class Change:
 
     def is_same(self, best: Candidate) -> bool:
         """Return whether the plan is ``best``, apart from the number of micro-batches."""
-        return self.plan is not None and dataclasses.replace(self.plan, accumulation=best.accumulation) == best
+        steps = best.gradient_accumulation_steps
+        return self.plan is not None and self.plan.copy(gradient_accumulation_steps=steps) == best
 
 
 def ties(found: Search) -> int:
@@ -113,9 +114,8 @@ def changes(found: Search) -> list[Change]:
 
 
 def _change(found: Search, what: str, cluster: Cluster, job: Job, budget: float) -> Change:
-    other = search(
-        found.space(cluster, job), found.profile, top=1, budget=budget, explains=False, within=found.within or None
-    )
+    space = dataclasses.replace(found.space, cluster=cluster, job=job)
+    other = search(space, found.profile, top=1, budget=budget, explains=False, within=found.within or None)
     if not other.choices:
         return Change(what=what, plan=None, speed=0.0)
     best = other.choices[0]
@@ -201,7 +201,7 @@ def reasons(found: Search) -> Iterator[tuple[str, str]]:
     for name, (plan, memory) in found.binding.items():
         yield name, f"does not fit: its leanest plan, {plan.label}, needs {gib(memory.total)}"
     same: dict[tuple[str, str], list[str]] = {}
-    for name, reason in found.pruned.items():
+    for name, reason in found.space.pruned.items():
         axis, _, value = name.partition("=")
         same.setdefault((axis, reason), []).append(value)
     for (axis, reason), values in same.items():
@@ -317,3 +317,56 @@ def shares(parts: dict[str, float], total: float, unit: str) -> str:
     scale = 1e-3 if unit == "ms" else _GIB
     shown = sorted(((name, value) for name, value in parts.items() if value > 0.005 * total), key=lambda p: -p[1])
     return ", ".join(f"{name} {value / scale:,.{0 if unit == 'ms' else 1}f} {unit}" for name, value in shown)
+
+
+def own_text(found: Search, *, best: Search | None, budget: Budget | None) -> str:
+    """Return the answer about given plans.
+
+    Args:
+        found: the given plans.
+        best: the search for the fastest plan that fits; None if there is none.
+        budget: tokens and price of a whole run; None to leave its time and cost out.
+    """
+    lines = [heading(found), "", table(found, 1), *(f"   {note}" for note in notes(found))]
+    for index, choice in enumerate(found.choices):
+        lines += ["", *_about(found, choice)]
+        if budget is not None:
+            lines.append(f"  whole run: {bill_line(bill_of(found, budget, index=index))}")
+    lines += ["", *_against(found, best), "", error_band(found), *warnings(found)]
+    return "\n".join(lines)
+
+
+def _about(found: Search, choice: Choice) -> Iterator[str]:
+    plan, memory = choice.plan, choice.memory
+    is_fit = memory.total <= found.budget
+    verdict = "fits" if is_fit else f"does not fit, by {gib(memory.total - found.budget)}"
+    yield f"{plan.label}: {verdict}: needs {gib(memory.total)} of the {gib(found.budget)} that a plan may fill"
+    yield f"  time: {shares(choice.time.parts, choice.time.total, 'ms')}"
+    yield f"  memory: {shares(memory.parts, memory.total, 'GiB')}"
+    if plan.pp > 1:
+        names = ("weights", "gradients", "optimizer", "activations", "logits", "working", "communication", "slack")
+        rows: list[tuple[str, ...]] = [("  rank of pp", *names, "total")]
+        for stage in range(plan.pp):
+            held = stage_memory(found.shape, plan, found.job, stage)
+            parts = (f"{held.parts[name] / 2**30:.1f}" for name in names)
+            rows.append((f"  {stage}", *parts, gib(held.total)))
+        yield grid(rows)
+    if found.shape.experts:
+        yield f"  {expert_line(found, plan)}"
+    for line in method_reasons(found, plan):
+        yield f"  {line}"
+
+
+def _against(found: Search, best: Search | None) -> Iterator[str]:
+    if best is None or not best.choices:
+        yield "No plan fits among those that this version can run."
+        return
+    fastest, given = best.choices[0], found.choices[0]
+    if fastest.plan == given.plan:
+        yield f"{given.plan.label} is the fastest plan that fits."
+        return
+    ratio = given.time.total / fastest.time.total
+    yield (
+        f"The fastest plan that fits is {fastest.plan.label}: {seconds(fastest.time.total)} per step, {ratio:.2f}x the "
+        f"tokens per second of {given.plan.label}."
+    )

@@ -68,7 +68,7 @@ def expert_line(found: Search, plan: Candidate) -> str:
     words = f"Experts: {experts.count} in each of {layers} layers, {experts.chosen} for each token"
     if plan.ep == 1:
         return f"{words}; all of them on every rank of a layer"
-    tokens = plan.micro_batch * job.seq_len / plan.cp / plan.sp
+    tokens = plan.micro_batch_size * job.seq_len / plan.cp / plan.sp
     size = experts.sent_bytes(tokens, plan.ep, job.element_bytes, job.expert_load) * (1 - 1 / plan.ep)
     count = 6 if plan.recompute == "full" else 4
     routing = "balanced routing" if job.expert_load == 1 else "rows of the fullest rank over the mean"
@@ -162,15 +162,11 @@ def notes(found: Search) -> Iterator[str]:
 
 def _is_repeated(one: Choice, other: Choice) -> bool:
     return (
-        _without_zero(one.plan) == _without_zero(other.plan)
+        one.plan.copy(zero_stage=0, replicate=1) == other.plan.copy(zero_stage=0, replicate=1)
         and math.isclose(one.time.total, other.time.total, rel_tol=1e-6)
         and math.isclose(one.memory.total, other.memory.total, rel_tol=1e-6)
         and min(one.plan.zero_stage, other.plan.zero_stage) > 0
     )
-
-
-def _without_zero(plan: Candidate) -> Candidate:
-    return dataclasses.replace(plan, zero_stage=0, replicate=1, shard=plan.dp)
 
 
 _GROWTH = 12  # doublings of the cluster to try if no plan fits
@@ -247,8 +243,9 @@ class _Remedies:
         found, job = self.found, self.found.job
         lean = [found.smallest[0], *(plan for plan, _ in found.binding.values())]
         for plan in sorted((plan for plan in lean if plan.zero_stage and plan.runs_today), key=lambda p: -p.zero_stage):
-            offloaded = dataclasses.replace(plan, offload="optimizer")
-            if plan.offload is None and peak_memory(found.shape, offloaded, job).total <= found.budget:
+            offloaded = plan.copy(offload="optimizer")
+            is_lean = plan.offload is None and peak_memory(found.shape, offloaded, job).total <= found.budget
+            if is_lean and found.space.refuses(offloaded) is None:
                 yield offloaded.label
                 return
 
@@ -285,7 +282,8 @@ class _Remedies:
         if state_memory(found.shape, job) > cluster.gpus * budget:
             return None  # a search would find none either, but only after it has weighed every plan
         try:
-            other = search(found.space(cluster, job), found.profile, top=1, budget=budget, explains=False)
+            space = dataclasses.replace(found.space, cluster=cluster, job=job)
+            other = search(space, found.profile, top=1, budget=budget, explains=False)
         except PlanError:
             return None
         return other.choices[0].plan if other.choices else None

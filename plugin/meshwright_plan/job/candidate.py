@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any, Literal, get_args
 
 from meshwright.errors import PlanError
-from meshwright.mesh.rank_grid import OPTIONS, PLAN_AXES, AxisSizes
-from meshwright.plan.schedule import SPLIT_BACKWARD, check, chunks_of, stages_of_rank
+from meshwright.mesh.rank_grid import OPTIONS
+from meshwright.plan.parallel_plan import ParallelPlan
+from meshwright.plan.schedule import SPLIT_BACKWARD, check, stages_of_rank
 from meshwright.plan.text import format_plan
 from meshwright_plan.job.adapters import Lora, trained_bytes
 from meshwright_plan.job.optimizers import OptimizerKind, optimizer_kind
@@ -134,122 +134,104 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidate(AxisSizes):
-    """A plan in the planner's search space.
+class Candidate(ParallelPlan):
+    """A plan for a batch of known size: both its micro-batches' size and their number are set.
+
+    A search makes thousands of them from sizes that fit together, so nothing is checked but by ``plan``. Some of them
+    no version can run yet.
 
     Args:
-        replicate: number of data-parallel groups, each with a whole copy of the state, sharded over ``shard`` ranks.
-        shard: number of data-parallel ranks over which ZeRO shards the state; ``dp`` is ``replicate * shard``.
-        tp: tensor-parallel size.
-        sequence_parallel: whether to shard the activations between blocks over tp too.
-        cp: context-parallel size.
-        context: how attention reaches the whole sequence: "gather", "ulysses", "ring" or "hybrid".
-        ulysses: number of neighbouring ranks of cp that exchange heads, if ``context`` is "hybrid".
-        ep: number of neighbouring ranks of dp x cp x tp that share the experts of a layer.
-        pp: number of ranks in the pipeline.
-        schedule: the order of the forwards and backwards, one of ``meshwright.plan.schedule.SCHEDULES``.
-        chunks: number of virtual stages of each rank.
-        stages: number of layers of each virtual stage; None for the same number, as far as the layers divide.
-        micro_batch: sequences that one data-parallel rank runs at once.
-        accumulation: micro-batches per step.
-        zero_stage: what ZeRO shards: 1 the optimizer state, 2 gradients too, 3 weights too.
-        recompute: what backward recomputes: nothing, attention, or ``recomputed`` whole layers of each rank.
-        recomputed: number of layers per rank to recompute with recompute="full"; None for all.
-        reduce_dtype: the dtype in which gradients travel over dp; None for the gradients' own.
-        offload: what the host has in the devices' place: "optimizer" or None.
+        micro_batch_size: sequences that one data-parallel rank runs at once.
+        gradient_accumulation_steps: micro-batches per step.
+        recompute: what backward recomputes: nothing, attention, or ``recomputed_layers`` whole layers of each rank.
+        replicate: number of data-parallel groups under ZeRO, each with a whole copy of the state.
 
     Example:
-        >>> Candidate(replicate=4, tp=2, micro_batch=1, accumulation=8).global_batch
+        >>> Candidate(dp=4, tp=2, gradient_accumulation_steps=8).global_batch
         32
     """
 
+    micro_batch_size: int = 1
+    recompute: Recompute = "none"  # type: ignore[assignment]
     replicate: int = 1
-    shard: int = 1
-    tp: int = 1
-    sequence_parallel: bool = False
-    cp: int = 1
-    context: str = "gather"
-    ulysses: int | None = None
-    ep: int = 1
-    pp: int = 1
-    schedule: str = "1f1b"
-    chunks: int = 1
-    stages: tuple[int, ...] | None = None
-    micro_batch: int = 1
-    accumulation: int = 1
-    zero_stage: int = 0
-    recompute: Recompute = "none"
-    recomputed: int | None = None
-    reduce_dtype: str | None = None
-    offload: str | None = None
+
+    def __post_init__(self) -> None:
+        pass
+
+    def copy(self, **fields: Any) -> Candidate:
+        """Return the plan with other values of some fields; ``dataclasses.replace`` takes ten times as long."""
+        new = object.__new__(Candidate)
+        new.__dict__.update(self.__dict__, **fields)
+        return new
 
     @classmethod
-    def of(cls, fields: Mapping[str, object], job: Job) -> Candidate:
-        """Return the candidate for the fields of a ``ParallelPlan`` and a batch.
+    def of(cls, plan: ParallelPlan, job: Job) -> Candidate:
+        """Return a plan with the micro-batches of a job's batch.
 
         Args:
-            fields: the fields; those that are missing or None have their defaults.
+            plan: the plan.
             job: the job, whose batch is split over dp and into micro-batches.
 
         Raises:
             PlanError: the batch cannot be split as the plan says, or the planner has no estimate for it.
 
         Example:
-            >>> Candidate.of({"dp": 2, "zero_stage": 1, "micro_batch_size": 2}, Job(seq_len=8, global_batch=16)).label
+            >>> job = Job(seq_len=8, global_batch=16)
+            >>> Candidate.of(ParallelPlan(dp=2, zero_stage=1, micro_batch_size=2), job).label
             'dp2 zero1 mb2x4'
         """
-        given: dict[str, Any] = {name: value for name, value in fields.items() if value is not None}
-        if (etp := given.get("etp", 1)) > 1:
+        dp, etp = plan.dp, plan.etp
+        if etp > 1:
             raise PlanError(f"etp={etp} cuts experts into slices, which the planner does not estimate; leave etp out")
-        dp, zero = given.get("dp", 1), given.get("zero_stage", 0)
         rows, rest = divmod(job.global_batch, dp)
         if rest:
             raise PlanError(
                 f"--global-batch {job.global_batch} is not divisible by dp={dp}; use a multiple of dp, or another dp"
             )
-        parts = given.get("gradient_accumulation_steps", 1)
-        micro = given.get("micro_batch_size", max(1, rows // parts))
+        parts = plan.gradient_accumulation_steps
+        micro = plan.micro_batch_size or max(1, rows // parts)
         if rows % micro or (parts > 1 and rows % parts):
             raise PlanError(
                 f"a rank's {rows} sequences (--global-batch {job.global_batch} over dp={dp}) cannot be split into "
                 f"micro-batches of {micro if rows % micro else rows / parts:g}; use a divisor of {rows}"
             )
-        axes = [axis for axis in PLAN_AXES if axis != "dp" and given.get(axis, 1) > 1]
-        used = [name for axis in axes for name in (axis, *OPTIONS.get(axis, ()))]
-        if "pp" in used:
-            given["chunks"] = chunks_of(given.get("schedule", "1f1b"), given.get("chunks"))
-        if "stages" in given:
-            given["stages"] = tuple(given["stages"])
-        plan = cls(
-            replicate=1 if zero else dp,
-            shard=dp if zero else 1,
-            ep=given.get("ep", 1),
-            micro_batch=micro,
-            accumulation=rows // micro,
-            zero_stage=zero,
-            recompute=given.get("recompute", "none"),
-            recomputed=given.get("recomputed_layers"),
-            reduce_dtype=given.get("reduce_dtype"),
-            offload=given.get("offload"),
-            **{name: given[name] for name in used if name in given},
-        )
-        if plan.pp > 1:
+        unused = (name for axis, names in OPTIONS.items() if getattr(plan, axis) == 1 for name in names)
+        fields = {**plan.changed, "micro_batch_size": micro, "gradient_accumulation_steps": rows // micro}
+        found = cls(**{name: value for name, value in fields.items() if name not in {*unused, "dtype"}})
+        if found.pp > 1:
             try:
-                check(plan.schedule, plan.pp, plan.chunks, plan.accumulation)
+                check(found.schedule, found.pp, found.stages_per_rank, rows // micro)
             except ValueError as error:
-                raise PlanError(f"{plan.label}: {error}") from None
-        return plan
+                raise PlanError(f"{found.label}: {error}") from None
+        return found
 
     @property
-    def dp(self) -> int:
-        return self.replicate * self.shard
+    def plan(self) -> ParallelPlan:
+        """The plan that the runtime takes, with micro-batches if there are several.
+
+        Raises:
+            PlanError: two fields contradict each other.
+
+        Example:
+            >>> Candidate(dp=2, micro_batch_size=4).plan
+            ParallelPlan(dp=2)
+        """
+        assert self.runs_today
+        size = self.micro_batch_size if self.gradient_accumulation_steps > 1 else None
+        fields = {**self.changed, "gradient_accumulation_steps": 1, "micro_batch_size": size}
+        return ParallelPlan(**{name: value for name, value in fields.items() if name != "replicate"})
+
+    @property
+    def shard(self) -> int:
+        """The number of data-parallel ranks over which ZeRO shards the state."""
+        return self.dp // self.replicate if self.zero_stage else 1
 
     @property
     def layout(self) -> tuple[object, ...]:
         """What decides the sizes of a rank's tensors in a micro-batch, apart from ZeRO and recompute."""
         return (
             self.tp, self.sequence_parallel, self.cp, self.context, self.ulysses, self.ep, self.pp, self.schedule,
-            self.chunks, self.stages, self.micro_batch,
+            self.chunks, self.stages, self.micro_batch_size,
         )  # fmt: skip
 
     @property
@@ -274,7 +256,7 @@ class Candidate(AxisSizes):
 
     @property
     def global_batch(self) -> int:
-        return self.dp * self.micro_batch * self.accumulation
+        return self.dp * self.micro_batch_size * self.gradient_accumulation_steps
 
     @property
     def splits_backward(self) -> bool:
@@ -294,9 +276,9 @@ class Candidate(AxisSizes):
         """Return the bytes in which a gradient element of ``gradient_bytes`` travels over dp.
 
         Example:
-            >>> Candidate(shard=2, zero_stage=1).sent_bytes(2)
+            >>> Candidate(dp=2, zero_stage=1).sent_bytes(2)
             4
-            >>> Candidate(replicate=2, reduce_dtype="bfloat16").sent_bytes(4)
+            >>> Candidate(dp=2, reduce_dtype="bfloat16").sent_bytes(4)
             2
         """
         wide = self.summed_bytes(gradient_bytes)
@@ -307,59 +289,18 @@ class Candidate(AxisSizes):
         """Whether this version's runtime can run the plan."""
         return self.recompute in ("none", "full") and (self.zero_stage == 0 or self.replicate == 1)
 
-    def fields(self) -> dict[str, Any]:
-        """Return the plan as keyword arguments of ``ParallelPlan``, with those that the runtime does not have yet.
-
-        Example:
-            >>> Candidate(shard=4, tp=2, sequence_parallel=True, zero_stage=1, accumulation=2).fields()["dp"]
-            4
-        """
-        fields: dict[str, Any] = {name: getattr(self, name) for name in PLAN_AXES}
-        fields |= {
-            "sequence_parallel": self.sequence_parallel and self.tp > 1,  # one rank has nothing to share
-            "zero_stage": self.zero_stage,
-            "micro_batch_size": self.micro_batch,
-            "recompute": self.recompute,
-        }
-        if self.ep > 1:
-            fields["ep"] = self.ep
-        optional: dict[str, Any] = {
-            "recomputed_layers": self.recomputed,
-            "reduce_dtype": self.reduce_dtype,
-            "offload": self.offload,
-        }
-        if self.cp > 1:
-            fields["context"] = self.context
-            optional["ulysses"] = self.ulysses
-        if self.pp > 1:
-            fields["schedule"] = self.schedule
-            optional["chunks"] = self.chunks if self.schedule == "interleaved" else None
-            optional["stages"] = None if self.stages is None else list(self.stages)
-        if self.zero_stage and self.replicate > 1:
-            optional["replicate"] = self.replicate
-        return fields | {name: value for name, value in optional.items() if value is not None}
-
-    def runnable_fields(self) -> dict[str, Any]:
-        """Return the arguments of ``ParallelPlan`` for a plan that this version can run.
-
-        Example:
-            >>> Candidate(replicate=2, micro_batch=4).runnable_fields()["micro_batch_size"] is None
-            True
-        """
-        assert self.runs_today
-        return {**self.fields(), "micro_batch_size": self.micro_batch if self.accumulation > 1 else None}
-
     @property
     def label(self) -> str:
         """The plan in words.
 
         Example:
-            >>> Candidate(shard=8, tp=2, sequence_parallel=True, zero_stage=1, recompute="full").label
+            >>> Candidate(dp=8, tp=2, sequence_parallel=True, zero_stage=1, recompute="full").label
             'dp8 tp2+sp zero1 mb1x1 recompute=full'
-            >>> Candidate(pp=4, schedule="zb-h1", stages=(3, 3, 3, 2), accumulation=8).label
+            >>> Candidate(pp=4, schedule="zb-h1", stages=(3, 3, 3, 2), gradient_accumulation_steps=8).label
             'dp1 pp4(zb-h1) stages=3x3-2 zero0 mb1x8'
         """
-        return format_plan(self.fields(), accumulation=self.accumulation)
+        fields = {**self.changed, "micro_batch_size": self.micro_batch_size, "gradient_accumulation_steps": 1}
+        return format_plan(fields, accumulation=self.gradient_accumulation_steps)
 
 
 def stage_layers(candidate: Candidate, shape: ModelShape) -> tuple[int, ...]:
@@ -370,7 +311,7 @@ def stage_layers(candidate: Candidate, shape: ModelShape) -> tuple[int, ...]:
         >>> stage_layers(Candidate(pp=2, schedule="interleaved", chunks=2), ModelShape.of(name="m", layers=8, **sizes))
         (2, 2, 2, 2)
     """
-    return candidate.stages or shape.even_stages(candidate.pp * candidate.chunks)
+    return candidate.stages or shape.even_stages(candidate.pp * candidate.stages_per_rank)
 
 
 def rank_layers(candidate: Candidate, shape: ModelShape) -> tuple[int, ...]:
@@ -392,7 +333,7 @@ def stage_runs(candidate: Candidate, shape: ModelShape) -> tuple[tuple[int, ...]
 
 def rank_runs(candidate: Candidate, shape: ModelShape) -> tuple[tuple[int, ...], ...]:
     """Return how many layers of each run of a model each rank of the pipeline holds."""
-    return _rank_runs(candidate.schedule, candidate.pp, candidate.chunks, stage_runs(candidate, shape))
+    return _rank_runs(candidate.schedule, candidate.pp, candidate.stages_per_rank, stage_runs(candidate, shape))
 
 
 @lru_cache(maxsize=1024)
@@ -420,12 +361,12 @@ def count_recomputed(candidate: Candidate, held: int) -> int:
     """Return how many of the ``held`` layers of a rank backward recomputes in full.
 
     Example:
-        >>> count_recomputed(Candidate(recompute="full", recomputed=3), 8)
+        >>> count_recomputed(Candidate(recompute="full", recomputed_layers=3), 8)
         3
     """
     if candidate.recompute != "full":
         return 0
-    return held if candidate.recomputed is None else min(held, candidate.recomputed)
+    return held if candidate.recomputed_layers is None else min(held, candidate.recomputed_layers)
 
 
 def recomputed_share(candidate: Candidate, shape: ModelShape) -> float:

@@ -21,7 +21,7 @@ from meshwright_plan.job.shapes import ModelShape
 
 def rank_tokens(plan: Candidate, job: Job) -> int:
     """Return the tokens of a rank's micro-batch."""
-    return plan.micro_batch * local_tokens(job.seq_len, plan.cp)
+    return plan.micro_batch_size * local_tokens(job.seq_len, plan.cp)
 
 
 def saved_by_head(shape: ModelShape, plan: Candidate, job: Job) -> float:
@@ -122,7 +122,7 @@ def attention_memory(layer: LayerShape, plan: Candidate, job: Job) -> tuple[floa
     """
     seq_len, b = job.seq_len, job.element_bytes
     if job.plain_attention and shares_keys(layer, plan, seq_len):
-        scores = plan.micro_batch * seq_len**2 * b * layer.heads / plan.tp
+        scores = plan.micro_batch_size * seq_len**2 * b * layer.heads / plan.tp
         return _MATH_FORWARD * scores, _MATH_BACKWARD * scores
     if plan.cp == 1:
         return 0.0, 0.0
@@ -146,7 +146,7 @@ def attention_memory(layer: LayerShape, plan: Candidate, job: Job) -> tuple[floa
 
 def embedding_memory(shape: ModelShape, plan: Candidate, job: Job) -> float:
     """Return the bytes of the embeddings of whole rows, which a decoder's forward holds under cp until it returns."""
-    return 0.0 if plan.cp == 1 else float(plan.micro_batch * job.seq_len * shape.hidden * job.element_bytes)
+    return 0.0 if plan.cp == 1 else float(plan.micro_batch_size * job.seq_len * shape.hidden * job.element_bytes)
 
 
 def _of_flash(queries: float, b: int) -> tuple[float, float]:
@@ -163,8 +163,8 @@ def _of_blocks(layer: LayerShape, plan: Candidate, seq_len: int, b: int) -> tupl
     """Return the bytes of blocks of up to BLOCK queries and the keys of a run; a rank of a ring has two runs."""
     inner = group_sizes(plan.context, plan.cp, plan.ulysses)[0]
     local = local_tokens(seq_len, plan.cp)
-    run, queries = inner * local // 2, plan.micro_batch * local * layer.query_width / plan.tp
-    scores = plan.micro_batch * layer.heads / plan.tp / inner * min(BLOCK, run) * run
+    run, queries = inner * local // 2, plan.micro_batch_size * local * layer.query_width / plan.tp
+    scores = plan.micro_batch_size * layer.heads / plan.tp / inner * min(BLOCK, run) * run
     return _SCORES_FORWARD[b] * scores + queries * 4, _SCORES_BACKWARD[b] * scores + queries * (2 * 4 + b)
 
 
@@ -172,18 +172,18 @@ def _in_blocks(layer: LayerShape, plan: Candidate, seq_len: int, b: int) -> tupl
     """Return the bytes of attention over all keys by the model's own function, a block of queries at a time."""
     inner = plan.cp if plan.context == "ulysses" else 1
     padded = plan.cp * local_tokens(seq_len, plan.cp)
-    whole = plan.micro_batch * padded
+    whole = plan.micro_batch_size * padded
     query, keys = layer.query_width / plan.tp / inner, exchanged_keys(layer, plan) / inner
     block = min(BLOCK, padded // 2 if inner > 1 else local_tokens(seq_len, plan.cp) // 2)
     seen = padded if layer.windowed < 1 or layer.window is None else min(padded, layer.window + block)
-    repeated = plan.micro_batch * seen * 2 * query * b if keys < query else 0.0
-    scores = plan.micro_batch * layer.heads / plan.tp / inner * block * seen if layer.traits.keeps_scores else 0.0
+    repeated = plan.micro_batch_size * seen * 2 * query * b if keys < query else 0.0
+    scores = plan.micro_batch_size * layer.heads / plan.tp / inner * block * seen if layer.traits.keeps_scores else 0.0
     places = block * seen  # a mask is made as booleans, and then has the dtype of the scores
     gathered = whole * 2 * keys * b if inner == 1 else 0.0
-    own = plan.micro_batch * block * query * b * 4
+    own = plan.micro_batch_size * block * query * b * 4
     forward = max(2 * gathered, gathered + repeated + (b + 2) * places + own + _SCORES_FORWARD[b] * scores)
     sums = whole * 2 * keys * 4
-    at_block = sums + 2 * repeated + 2 * plan.micro_batch * seen * 2 * keys * b + (b + 0.5) * places
+    at_block = sums + 2 * repeated + 2 * plan.micro_batch_size * seen * 2 * keys * b + (b + 0.5) * places
     backward = gathered + max(at_block + _SCORES_BACKWARD[b] * scores, 2 * sums if inner == 1 else 0.0)
     return forward, backward
 
@@ -267,7 +267,7 @@ def saved_activations(shape: ModelShape, plan: Candidate, job: Job) -> Saved:
     """
     b, tp, seq_len, lora = job.element_bytes, plan.tp, job.seq_len, job.lora
     tokens = local_tokens(seq_len, plan.cp)
-    n = plan.micro_batch * tokens
+    n = plan.micro_batch_size * tokens
     # This rank's share of the positions between blocks, after padding to a multiple of tp.
     share = -(-tokens // tp) / tokens if plan.sequence_parallel else 1.0
     of_head = saved_by_head(shape, plan, job)
@@ -276,7 +276,7 @@ def saved_activations(shape: ModelShape, plan: Candidate, job: Job) -> Saved:
     embedded = 0.0
     if lora is not None and plan.recompute == "full":
         # The first layer's input is a view of all tokens under sequence parallelism, a part of them under cp.
-        embedded = shape.hidden * b * (plan.micro_batch * seq_len if plan.cp > 1 else n if plan.sp > 1 else 0.0)
+        embedded = shape.hidden * b * (plan.micro_batch_size * seq_len if plan.cp > 1 else n if plan.sp > 1 else 0.0)
     elif lora is not None and not shape.runs[0].measured:
         # Nothing before the first adapter needs a gradient, so what the first norm reads is not kept.
         embedded = -_norm(shape.runs[0], n, share, b, frozen=True)
@@ -299,7 +299,7 @@ def _tower(towers: TowerShape | None, plan: Candidate, b: int, images: float) ->
     if towers is None or towers.saved is None:
         return 0.0
     saved = towers.saved if plan.recompute == "none" else towers.kept
-    return (saved[b >= 4] + towers.pixels[b >= 4]) * plan.micro_batch * images
+    return (saved[b >= 4] + towers.pixels[b >= 4]) * plan.micro_batch_size * images
 
 
 def _saved_by_layer(layer: LayerShape, plan: Candidate, job: Job, share: float) -> SavedByLayer:

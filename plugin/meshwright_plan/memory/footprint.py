@@ -83,7 +83,7 @@ def footprint(shape: ModelShape, plan: Candidate, job: Job) -> Footprint:
     """
     b, lora, cpu = job.element_bytes, job.lora, job.on_cpu
     layout = Candidate(
-        shard=plan.data_ranks, tp=plan.tp, sequence_parallel=plan.sequence_parallel, zero_stage=plan.zero_stage,
+        dp=plan.data_ranks, tp=plan.tp, sequence_parallel=plan.sequence_parallel, zero_stage=plan.zero_stage,
         reduce_dtype=plan.reduce_dtype, ep=plan.ep,
     )  # fmt: skip
     counted = _Elements.of(shape, layout, lora)
@@ -113,11 +113,11 @@ def footprint(shape: ModelShape, plan: Candidate, job: Job) -> Footprint:
     unpacked = 0.0 if lora is None else max(lora.unpacked(run, plan.tp, b) for run in shape.runs)
     forward = _forward(micro) + unpacked
     backward = unpacked + _backward(micro, counted, _gradients(shape, layout, lora, trained, cpu))
-    accumulated: float = 4 * elements if plan.accumulation > 1 else 0
+    accumulated: float = 4 * elements if plan.gradient_accumulation_steps > 1 else 0
     if accumulated and is_sharded and plan.zero_stage > 1:
         # ZeRO-2 and 3 reduce gradients as they arrive, and each rank adds up its shard.
         accumulated = 4 * counted.own
-        inner = backward if plan.accumulation == 2 else backward + accumulated
+        inner = backward if plan.gradient_accumulation_steps == 2 else backward + accumulated
         forward = max(accumulated + forward, inner)
         backward += accumulated
     elif accumulated:
@@ -288,7 +288,7 @@ def _backward(micro: _MicroBatch, counted: _Elements, gradients: _Gradients) -> 
     run_of = [number for number, run in enumerate(shape.runs) for _ in range(run.count)]
     # The sum over earlier micro-batches is first cast to the gradients' dtype, then becomes the gradients one by one.
     is_reduced = plan.zero_stage > 1 and plan.data_ranks > 1
-    before = 4 * counted.whole if plan.accumulation > 1 and not is_reduced else 0
+    before = 4 * counted.whole if plan.gradient_accumulation_steps > 1 and not is_reduced else 0
     at_once = 4 * counted.largest if before and b < 4 else 0
     at_head = total + gathered.head + before * b / 4 + after_head(shape, plan, job)
     peak = max(total + before + at_once, at_head)

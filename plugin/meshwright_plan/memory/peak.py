@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from meshwright.plan.parts import IN_FLIGHT
+from meshwright.plan.parts import IN_FLIGHT, Method
 from meshwright.plan.schedule import most_held, rank_of_stage, stages_of_rank
 from meshwright_plan.job.candidate import Candidate, Job, count_recomputed, rank_runs, stage_runs
 from meshwright_plan.job.layer_shape import LayerShape
@@ -83,7 +83,7 @@ def least_memory(shape: ModelShape, plan: Candidate, job: Job) -> float:
     Example:
         >>> shape = ModelShape.of(name="7B", layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008,
         ...                       vocab=32000)
-        >>> plan, job = Candidate(pp=4, accumulation=8), Job(seq_len=4096, global_batch=8)
+        >>> plan, job = Candidate(pp=4, gradient_accumulation_steps=8), Job(seq_len=4096, global_batch=8)
         >>> 0.1 < least_memory(shape, plan, job) / peak_memory(shape, plan, job).total < 1
         True
     """
@@ -92,23 +92,23 @@ def least_memory(shape: ModelShape, plan: Candidate, job: Job) -> float:
     held = stage_runs(plan, shape)[plan.stages.index(max(plan.stages)) if plan.stages else 0]
     if plan.recompute != "full":
         return sum(saved.held(held, 0))
-    again = min(run.layer - run.kept for run in saved.runs) if plan.recomputed is None else 0.0
+    again = min(run.layer - run.kept for run in saved.runs) if plan.recomputed_layers is None else 0.0
     return sum(saved.held(held, sum(held))) + again
 
 
 def saved_by_stage(shape: ModelShape, plan: Candidate, job: Job) -> Saved:
     """Return the bytes that forward saves for one micro-batch, apart from those of the head."""
     ep = plan.ep if job.expert_load > 1 else 1
-    layout = plan.tp, plan.sequence_parallel, plan.cp, plan.context, plan.ulysses, ep, plan.micro_batch
+    layout = plan.tp, plan.sequence_parallel, plan.cp, plan.context, plan.ulysses, ep, plan.micro_batch_size
     return _saved_by_layout(shape, job, *layout)
 
 
 @lru_cache(maxsize=1024)  # in a search, many plans save the same bytes
 def _saved_by_layout(
-    shape: ModelShape, job: Job, tp: int, sp: bool, cp: int, context: str, ulysses: int | None, ep: int, rows: int
+    shape: ModelShape, job: Job, tp: int, sp: bool, cp: int, context: Method, ulysses: int | None, ep: int, rows: int
 ) -> Saved:
     layout = Candidate(
-        tp=tp, sequence_parallel=sp, cp=cp, context=context, ulysses=ulysses, ep=ep, micro_batch=rows
+        tp=tp, sequence_parallel=sp, cp=cp, context=context, ulysses=ulysses, ep=ep, micro_batch_size=rows
     )  # fmt: skip
     return saved_activations(shape, layout, job)
 
@@ -124,7 +124,7 @@ def pending_weight_grads(layer: LayerShape, plan: Candidate, job: Job) -> float:
         >>> round(pending_weight_grads(layer, Candidate(), job) / (2048 * 4096), 2)
         32.12
     """
-    rows, t = plan.micro_batch * job.seq_len / plan.cp, plan.tp
+    rows, t = plan.micro_batch_size * job.seq_len / plan.cp, plan.tp
     query, keys, inner = layer.query_width / t, layer.local_kv_width(t), layer.ffn / t
     inputs = 2 * layer.hidden / plan.sp + query + inner
     gradients = query + 2 * keys + inner * layer.mlp_inputs + 2 * layer.hidden / plan.sp
@@ -143,7 +143,8 @@ def held_activations(shape: ModelShape, plan: Candidate, job: Job, rank: int, sa
         >>> shape = ModelShape.of(name="7B", layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008,
         ...                       vocab=32000)
         >>> job = Job(seq_len=2048, global_batch=16)
-        >>> held = [held_activations(shape, Candidate(pp=4, accumulation=16), job, rank) for rank in range(4)]
+        >>> plan = Candidate(pp=4, gradient_accumulation_steps=16)
+        >>> held = [held_activations(shape, plan, job, rank) for rank in range(4)]
         >>> [value / held[-1] for value in held]
         [4.0, 3.0, 2.0, 1.0]
     """
@@ -154,7 +155,7 @@ def held_activations(shape: ModelShape, plan: Candidate, job: Job, rank: int, sa
         return sum(count * size for count, size in zip(counts, each, strict=True))
     pending = [pending_weight_grads(run, plan, job) if plan.splits_backward else 0.0 for run in shape.runs]
     stages = stage_runs(plan, shape)
-    own = [stages[stage] for stage in stages_of_rank(plan.schedule, rank, plan.pp, plan.chunks)]
+    own = [stages[stage] for stage in stages_of_rank(plan.schedule, rank, plan.pp, plan.stages_per_rank)]
     return max(
         sum(
             count * (active * size + waiting * later)
@@ -166,11 +167,11 @@ def held_activations(shape: ModelShape, plan: Candidate, job: Job, rank: int, sa
 
 
 def _most_held(plan: Candidate) -> tuple[tuple[tuple[tuple[int, int], ...], ...], ...]:
-    p, m = plan.pp, plan.accumulation
+    p, m = plan.pp, plan.gradient_accumulation_steps
     if plan.schedule == "gpipe":
         return ((((m, 0),),),) * p
     # In the steady state no rank holds more than at the end of its warm-up, so a shorter step holds as much.
-    return most_held(plan.schedule, p, plan.chunks, min(m, 2 * p))
+    return most_held(plan.schedule, p, plan.stages_per_rank, min(m, 2 * p))
 
 
 def _whole_memory(shape: ModelShape, plan: Candidate, job: Job) -> Memory:
@@ -226,7 +227,7 @@ class Stage:
     @cached_property
     def is_last(self) -> bool:
         plan = self.plan
-        return self.rank == rank_of_stage(plan.schedule, plan.pp * plan.chunks - 1, plan.pp)
+        return self.rank == rank_of_stage(plan.schedule, plan.pp * plan.stages_per_rank - 1, plan.pp)
 
     @property
     def shards(self) -> int:
@@ -331,7 +332,7 @@ class Stage:
 
     def whole_logits(self) -> float:
         """Return the bytes of 16-bit logits, a saved 32-bit copy, and two temporary 32-bit tensors in backward."""
-        rows = self.plan.micro_batch * self.job.seq_len / self.plan.cp
+        rows = self.plan.micro_batch_size * self.job.seq_len / self.plan.cp
         return (12 + self.job.element_bytes) * rows * self.shape.outputs / self.plan.tp
 
     def unsharded(self) -> float:
@@ -359,10 +360,10 @@ class Stage:
         At its end, the gradients of a virtual stage exist, and the activations of a micro-batch are free.
         """
         plan, counts = self.plan, self.counts
-        if plan.accumulation == 1:
+        if plan.gradient_accumulation_steps == 1:
             return 0.0
-        freed = sum(self.saved.held(counts, count_recomputed(plan, sum(counts)))) / plan.chunks
-        return max(0.0, elements / plan.chunks * self.job.trained_bytes - freed)
+        freed = sum(self.saved.held(counts, count_recomputed(plan, sum(counts)))) / plan.stages_per_rank
+        return max(0.0, elements / plan.stages_per_rank * self.job.trained_bytes - freed)
 
     def memory(self) -> Memory:
         """Return the memory at the peak."""
@@ -373,7 +374,7 @@ class Stage:
         optimizer, unsharded = self.states(), self.unsharded()
         activations = held_activations(self.shape, plan, job, self.rank, self.saved)
         if self.rank == 0:
-            activations += self.saved.towers * min(plan.accumulation, plan.pp)
+            activations += self.saved.towers * min(plan.gradient_accumulation_steps, plan.pp)
         _, attention, logits = self.of_layout
         working = self.in_layer() + attention
         buckets = 2 * BUCKET_BYTES if plan.data_ranks > 1 else 0
@@ -411,7 +412,7 @@ def _reduction(plan: Candidate, job: Job, elements: float) -> float:
 def fullest_stages(shape: ModelShape, plan: Candidate) -> Sequence[int]:
     """Return the ranks of a pipeline of which one needs the most memory."""
     # If stages are as even as possible, the ranks after the second, except the last, need less memory than the second.
-    uneven = plan.stages is not None or (plan.chunks > 1 and shape.layers % (plan.pp * plan.chunks))
+    uneven = plan.stages is not None or (plan.stages_per_rank > 1 and shape.layers % (plan.pp * plan.stages_per_rank))
     return range(plan.pp) if plan.pp <= 2 or uneven else (0, 1, plan.pp - 1)
 
 
@@ -422,8 +423,8 @@ def peak_memory(shape: ModelShape, plan: Candidate, job: Job) -> Memory:
         >>> shape = ModelShape.of(name="7B", layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008,
         ...                       vocab=32000)
         >>> job = Job(seq_len=4096, global_batch=8)
-        >>> plan = Candidate(shard=8, zero_stage=1, recompute="full")
-        >>> peak_memory(shape, plan, job).total < peak_memory(shape, Candidate(replicate=8), job).total
+        >>> plan = Candidate(dp=8, zero_stage=1, recompute="full")
+        >>> peak_memory(shape, plan, job).total < peak_memory(shape, Candidate(dp=8), job).total
         True
     """
     known = _known(shape, job)
@@ -452,7 +453,7 @@ def state_memory(shape: ModelShape, job: Job) -> float:
         >>> shape = ModelShape.of(name="7B", layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008,
         ...                       vocab=32000)
         >>> job = Job(seq_len=4096, global_batch=8)
-        >>> plan = Candidate(shard=8, zero_stage=3, recompute="full")
+        >>> plan = Candidate(dp=8, zero_stage=3, recompute="full")
         >>> 0.25 < state_memory(shape, job) / (8 * peak_memory(shape, plan, job).total) < 1
         True
     """

@@ -12,7 +12,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from meshwright.errors import PlanError
@@ -20,7 +20,7 @@ from meshwright_plan.job.candidate import Candidate, Job, rank_layers
 from meshwright_plan.job.shapes import ModelShape
 from meshwright_plan.machine.hardware import Cluster, HardwareProfile
 from meshwright_plan.memory.peak import Memory, least_memory, peak_memory
-from meshwright_plan.search.space import Space
+from meshwright_plan.search.space import Space, check_plan
 from meshwright_plan.time.layer import StepTime
 from meshwright_plan.time.step import StepModel
 
@@ -34,7 +34,7 @@ def axes_of(plan: Candidate) -> tuple[str, ...]:
     """Return the axes of a plan beside dp.
 
     Example:
-        >>> axes_of(Candidate(shard=4, tp=2))
+        >>> axes_of(Candidate(dp=4, tp=2))
         ('tp',)
     """
     return tuple(name for name in BESIDE_DP if getattr(plan, name) > 1)
@@ -47,14 +47,14 @@ def complexity(plan: Candidate) -> tuple[int, ...]:
     that with fewer micro-batches is simpler: each has overheads of its own, which the estimate counts only in part.
 
     Example:
-        >>> complexity(Candidate(shard=8, zero_stage=1)) < complexity(Candidate(shard=4, tp=2, zero_stage=1))
+        >>> complexity(Candidate(dp=8, zero_stage=1)) < complexity(Candidate(dp=4, tp=2, zero_stage=1))
         True
     """
-    axes, uneven = len(axes_of(plan)), plan.stages is not None and len(set(plan.stages)) > 1
-    is_usual = plan.pp == 1 or plan.schedule == "1f1b"
+    uneven = plan.stages is not None and len(set(plan.stages)) > 1
+    is_usual, stage = plan.pp == 1 or plan.schedule == "1f1b", plan.zero_stage
+    of_pipeline = (int(uneven), plan.stages_per_rank, int(not is_usual))
     again = int(plan.recompute != "none")
-    stage = plan.zero_stage
-    return (axes, int(uneven), plan.chunks, int(not is_usual), int(stage == 3), again, stage, plan.accumulation)
+    return (len(axes_of(plan)), *of_pipeline, int(stage == 3), again, stage, plan.gradient_accumulation_steps)
 
 
 def tie_key(plan: Candidate, seconds: float, fastest: float, *, within: float = TIE) -> tuple[Any, ...]:
@@ -87,7 +87,7 @@ def in_order(choices: Sequence[_Choice], job: Job, *, within: float = TIE) -> li
 
 
 _Slot = tuple[Candidate, int]  # a layout of the ranks, and a micro-batch size
-_Zero = tuple[int, int, int]
+_Zero = tuple[int, int]
 
 
 @dataclass(order=True)
@@ -138,27 +138,21 @@ class BestFirst:
     def fastest(self, top: int) -> list[tuple[Candidate, StepTime]]:
         """Return the fastest plans that fit with their times, best first; with masters first if the job says so."""
         if not self.space.job.prefers_masters:
-            return self._fastest(top)
-        found = self._fastest(top, rounds=False)
-        return found + self._fastest(top - len(found), rounds=True)
+            return self.fastest_of(top)
+        found = self.fastest_of(top, rounds=False)
+        return found + self.fastest_of(top - len(found), rounds=True)
 
-    def fastest_with(
-        self, axes: Collection[str], top: int, *, slowest: float, rounds: bool | None
-    ) -> list[tuple[Candidate, StepTime]]:
-        """Return the fastest plans that fit and have no axis beside dp but some.
-
-        Args:
-            axes: these axes.
-            top: number of plans.
-            slowest: seconds that a plan may take.
-            rounds: whether the plans have no masters; None for plans with and without.
-        """
-        return self._fastest(top, rounds=rounds, axes=axes, slowest=slowest)
-
-    def _fastest(
+    def fastest_of(
         self, top: int, *, rounds: bool | None = None, axes: Collection[str] = BESIDE_DP, slowest: float = math.inf
     ) -> list[tuple[Candidate, StepTime]]:
-        """Return the fastest plans, of those that the arguments leave."""
+        """Return the fastest plans that fit, of some.
+
+        Args:
+            top: number of plans.
+            rounds: whether the plans have no masters; None for plans with and without.
+            axes: the axes beside dp that they may have.
+            slowest: seconds that a plan may take.
+        """
         if top < 1:
             return []
         model, job = self.model, self.space.job
@@ -177,7 +171,7 @@ class BestFirst:
                 for inner in self._opened(entry.order[0]):
                     if rounds is None or (inner.plan and job.rounds_updates(inner.plan)) == rounds:
                         heapq.heappush(heap, inner)
-            elif self._fits(entry.plan):
+            elif self._fits(entry.plan) and self._runs(entry.plan):
                 time = model.step(entry.plan, job)
                 self.simulated += 1
                 best = sorted([*best, (time.total, entry.order, entry.plan, time)], key=lambda item: item[:2])[:top]
@@ -199,7 +193,7 @@ class BestFirst:
         for name, plans in by_axis.items():
             if name in fit:
                 continue
-            plans.sort(key=lambda plan: (plan.micro_batch, -plan.zero_stage))
+            plans.sort(key=lambda plan: (plan.micro_batch_size, -plan.zero_stage))
             lowest = (float("inf"), 0)  # bytes, and the place in the list, which decides between equal ones
             # Few activations first, since one plan that fits settles the value.
             for least, place in sorted((self._least(plan), place) for place, plan in enumerate(plans)):
@@ -216,6 +210,12 @@ class BestFirst:
 
     def _least(self, plan: Candidate) -> float:
         return least_memory(self.space.shape, plan, self.space.job)
+
+    def _runs(self, plan: Candidate) -> bool:
+        """Return whether the runtime takes a plan."""
+        if (reason := self.space.refuses(plan)) is not None:
+            self.space.pruned.setdefault(plan.label, reason)
+        return reason is None
 
     def _fits(self, plan: Candidate) -> bool:
         return self.weigh(plan).total <= self.budget
@@ -252,12 +252,12 @@ class BestFirst:
 
     def _fewest_recomputed(self, plan: Candidate) -> Candidate:
         """Return the fitting plan that recomputes the fewest layers, if a plan that recomputes all of them fits."""
-        if plan.recompute != "full" or not self.space.recomputes_some or not self._fits(plan):
+        if plan.recompute != "full" or not self._fits(plan) or self.space.refuses(plan.copy(recomputed_layers=1)):
             return plan
         low, high, best = 0, max(rank_layers(plan, self.space.shape)), plan
         while high - low > 1:
             middle = (low + high) // 2
-            trial = replace(plan, recomputed=middle)
+            trial = plan.copy(recomputed_layers=middle)
             if self._fits(trial):
                 high, best = middle, trial
             else:
@@ -268,7 +268,7 @@ class BestFirst:
 def _axes(plan: Candidate) -> tuple[str, ...]:
     sizes = (f"{name}={size}" for name, size in plan.sizes_beside_dp.items())
     experts = (f"ep={plan.ep}",) if plan.ep > 1 else ()
-    return (*sizes, *experts, f"zero={plan.zero_stage}", f"micro_batch={plan.micro_batch}")
+    return (*sizes, *experts, f"zero={plan.zero_stage}", f"micro_batch={plan.micro_batch_size}")
 
 
 TIED = 64  # fastest plans among which the simplest is looked for, so that the first one is the same for any ``top``
@@ -299,29 +299,23 @@ class Search:
     """The outcome of a search.
 
     Args:
-        shape, cluster, job, profile, allow_future, no_stages, no_tensor: the arguments of the search.
+        space: what was searched.
+        profile: the coefficients.
         choices: the fastest plans that fit, best first.
-        pruned: axis value that was left out -> the reason.
         considered: number of legal plans, apart from uneven stages and from recompute of some layers.
         weighed, fitting, simulated: numbers of plans whose memory was estimated, of those that fit, and of plans whose
             time was simulated.
         budget: memory per device that a plan may fill, in bytes.
-        smallest: the weighed plan that needs the least memory, and its memory; if none fits, all were weighed.
+        smallest: the weighed plan that needs the least memory, of those that run; if none fits, all were weighed.
         binding: for each value that no fitting plan has (such as "tp=1" or "micro_batch=64"), the plan with this value
             that needs the least memory, and its memory.
         repetitions: for each choice, plans with the same time and memory that were left out, if these were looked for.
         within: the share of the fastest plan's time within which simpler plans come first.
     """
 
-    shape: ModelShape
-    cluster: Cluster
-    job: Job
+    space: Space
     profile: HardwareProfile
-    allow_future: bool
-    no_stages: str | None
-    no_tensor: str | None
     choices: tuple[Choice, ...]
-    pruned: dict[str, str]
     considered: int
     weighed: int
     fitting: int
@@ -332,6 +326,18 @@ class Search:
     repetitions: tuple[tuple[Candidate, ...], ...] = ()
     within: float = 0.0
 
+    @property
+    def shape(self) -> ModelShape:
+        return self.space.shape
+
+    @property
+    def cluster(self) -> Cluster:
+        return self.space.cluster
+
+    @property
+    def job(self) -> Job:
+        return self.space.job
+
     def runs_today(self, plan: Candidate) -> bool:
         """Whether this version's runtime can run a plan in the precision of the job."""
         return plan.runs_today and self.trains_today
@@ -340,17 +346,6 @@ class Search:
     def trains_today(self) -> bool:
         """Whether this version's runtime can train the model in the precision of the job; not experts in 8 bits."""
         return self.job.trains_today and not (self.job.precision == "fp8" and self.shape.experts)
-
-    def space(self, cluster: Cluster, job: Job, *, allow_future: bool = False) -> Space:
-        """Return the candidates for the same model on another cluster, or for another job."""
-        return Space(
-            shape=self.shape,
-            cluster=cluster,
-            job=job,
-            allow_future=allow_future or self.allow_future,
-            no_stages=self.no_stages,
-            no_tensor=self.no_tensor,
-        )
 
 
 def search(
@@ -401,6 +396,42 @@ def search(
     )  # fmt: skip
 
 
+def weigh(
+    space: Space, profile: HardwareProfile | None, plans: Sequence[Candidate], *, budget: float | None = None
+) -> Search:
+    """Return the given plans as the choices of a search, in the given order, whether they fit or not.
+
+    Args:
+        space: the model, the devices and the job.
+        profile: the coefficients (default: the catalogue's).
+        plans: the plans.
+        budget: memory per device that a plan may fill, in bytes (default: 90 % of the device's memory).
+
+    Raises:
+        PlanError: a plan needs another number of devices, or cannot split the model, or has no estimate.
+    """
+    shape, cluster, job = space.shape, space.cluster, space.job
+    profile = profile or HardwareProfile(name="catalogue")
+    budget = budget if budget is not None else HEADROOM * cluster.device.memory
+    for plan in plans:
+        if plan.world_size != cluster.gpus:
+            raise PlanError(
+                f"{plan.label} needs {plan.world_size} devices, but --gpus is {cluster.gpus}; write --gpus "
+                f"{plan.world_size}, or a plan of {cluster.gpus} devices"
+            )
+        check_plan(shape, plan)
+        if (reason := space.reason_against("tp", plan.tp)) is not None:
+            raise PlanError(f"{plan.label}: {reason}")
+        if (reason := space.too_narrow(plan.tp)) is not None:
+            raise PlanError(f"{plan.label}: {reason}; write a smaller tp, or --precision bf16")
+    model = StepModel(shape, cluster, profile.coefficients)
+    weights = {plan: peak_memory(shape, plan, job) for plan in plans}
+    choices = [choice_of(space, plan, model.step(plan, job), weights[plan]) for plan in plans]
+    return outcome(
+        space, profile, budget, choices, weights, binding={}, considered=len(weights), simulated=len(weights)
+    )
+
+
 def _with_simplest(walk: BestFirst, choices: Sequence[Choice], within: float, top: int) -> list[Choice]:
     """Return the simplest plan that ties with the fastest ones, and ``top`` of these, in the order of the table."""
     space, job = walk.space, walk.space.job
@@ -412,7 +443,7 @@ def _with_simplest(walk: BestFirst, choices: Sequence[Choice], within: float, to
     found = {choice.plan: choice for choice in choices}
     # A plan with as many axes as the first one is not looked for.
     for axes in ((), *((name,) for name in BESIDE_DP))[: fewest if fewest < 2 else None]:
-        for plan, time in walk.fastest_with(axes, len(choices), slowest=slowest, rounds=rounds):
+        for plan, time in walk.fastest_of(len(choices), rounds=rounds, axes=axes, slowest=slowest):
             found.setdefault(plan, choice_of(space, plan, time, walk.weigh(plan)))
     simplest = in_order(list(found.values()), job, within=within)[0]
     return in_order(list({each.plan: each for each in (simplest, *choices[:top])}.values()), job, within=within)
@@ -431,23 +462,23 @@ def outcome(
     within: float = 0.0,
 ) -> Search:
     """Return the outcome of a search whose weighed plans have the memory ``weights``; the rest is as in ``Search``."""
+    leanest = sorted(weights.items(), key=lambda item: item[1].total)
     return Search(
-        shape=space.shape, cluster=space.cluster, job=space.job, profile=profile, allow_future=space.allow_future,
-        no_stages=space.no_stages, no_tensor=space.no_tensor, choices=tuple(choices), pruned=space.pruned,
-        considered=considered, weighed=len(weights),
+        space=space, profile=profile, choices=tuple(choices), considered=considered, weighed=len(weights),
         fitting=sum(memory.total <= budget for memory in weights.values()), simulated=simulated, budget=budget,
-        smallest=min(weights.items(), key=lambda item: item[1].total), binding=binding, within=within,
+        smallest=next((item for item in leanest if space.refuses(item[0]) is None), leanest[0]), binding=binding,
+        within=within,
     )  # fmt: skip
 
 
-def choice_of(of: Space | Search, plan: Candidate, time: StepTime, memory: Memory) -> Choice:
+def choice_of(space: Space, plan: Candidate, time: StepTime, memory: Memory) -> Choice:
     """Return a plan with its estimates and the speed that follows from them.
 
     Args:
-        of: the space or the search with the model, the cluster and the job.
+        space: the model, the cluster and the job.
         plan, time, memory: the plan and its estimates.
     """
-    cluster, job = of.cluster, of.job
-    peak = of.shape.flops(job.seq_len, lora=job.lora) * job.tokens / (cluster.device.flops * cluster.gpus)
+    cluster, job = space.cluster, space.job
+    peak = space.shape.flops(job.seq_len, lora=job.lora) * job.tokens / (cluster.device.flops * cluster.gpus)
     speed = job.tokens / time.total / cluster.gpus
     return Choice(plan=plan, time=time, memory=memory, mfu=peak / time.total, tokens_per_second=speed)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
+from meshwright.errors import PlanError
 from meshwright.mesh.rank_grid import PLAN_AXES
-from meshwright.plan.parts import local_tokens
-from meshwright.plan.schedule import SPLIT_BACKWARD
+from meshwright.plan.parts import Method, local_tokens
+from meshwright.plan.schedule import SPLIT_BACKWARD, Schedule
 from meshwright_plan.context_cost import methods
 from meshwright_plan.job.candidate import Candidate, Job, Recompute
 from meshwright_plan.job.shapes import ModelShape
@@ -31,11 +32,8 @@ class Space:
         job: sequence length and global batch.
         allow_future: whether to include plans that this version's runtime cannot run.
         most_zero: the highest ZeRO stage to include.
-        no_stages: the reason against all plans with pipeline stages; None to include them.
-        no_context: the reason against all plans with context parallelism; None to include them.
-        no_tensor: the reason against all plans with tensor parallelism; None to include them.
-        no_sharing: the reason against all plans in which ranks share experts; None to include them.
-        recomputes_some: whether the model can recompute some of its layers.
+        against: axis ("tp", "cp", "pp" or "ep"), or value of one ("pp=4") -> the reason against all plans that have it.
+        refuses: returns why the runtime refuses a plan; None if it takes it. It is asked of plans that fit.
 
     Example:
         >>> from meshwright_plan.machine.hardware import device
@@ -54,11 +52,8 @@ class Space:
     job: Job
     allow_future: bool = False
     most_zero: int = 3
-    no_stages: str | None = None
-    no_context: str | None = None
-    no_tensor: str | None = None
-    no_sharing: str | None = None
-    recomputes_some: bool = True
+    against: Mapping[str, str] = field(default_factory=dict)
+    refuses: Callable[[Candidate], str | None] = lambda plan: None
     pruned: dict[str, str] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -72,13 +67,13 @@ class Space:
         for dp, sizes in self._sizes(self.cluster.gpus, PLAN_AXES[1:]):
             if self._rejected(f"dp={dp}", self._dp_reason(dp)):
                 continue
-            ranks = Candidate(replicate=dp).resized(sizes)
+            ranks = Candidate(dp=dp).copy(**sizes)
             if self._rejected(f"tp={ranks.tp},cp={ranks.cp}", self._shared_tokens_reason(ranks)):
                 continue
             for context, ulysses in self._methods(ranks.cp, ranks.tp):
                 for schedule, chunks in self._schedules(ranks.pp, self.job.global_batch // dp):
                     for ep in self._experts(ranks):
-                        yield replace(ranks, context=context, ulysses=ulysses, ep=ep, schedule=schedule, chunks=chunks)
+                        yield ranks.copy(context=context, ulysses=ulysses, ep=ep, schedule=schedule, chunks=chunks)
 
     def _sizes(self, ranks: int, axes: Sequence[str]) -> Iterator[tuple[int, dict[str, int]]]:
         """Yield the ways to split ranks over axes, as the ranks that are left for dp and the size of each axis."""
@@ -88,7 +83,7 @@ class Space:
         name, *others = axes
         reason = getattr(self, f"_{name}_reason")
         for size in divisors(ranks):
-            if not self._rejected(f"{name}={size}", reason(size)):
+            if not self._rejected(f"{name}={size}", self.reason_against(name, size) or reason(size)):
                 for left, sizes in self._sizes(ranks // size, others):
                     yield left, {name: size} | sizes
 
@@ -100,17 +95,17 @@ class Space:
             sizes = [size for size in sizes if rows // size % region.pp == 0]
         return sizes
 
-    def zero(self, region: Candidate) -> list[tuple[int, int, int]]:
-        """Return (ZeRO stage, replicate, shard) for each way to shard the state over the data-parallel ranks."""
+    def zero(self, region: Candidate) -> list[tuple[int, int]]:
+        """Return (ZeRO stage, replicate) for each way to shard the state over the data-parallel ranks."""
         dp, cp = region.dp, region.cp
-        ways = [(0, dp, 1)]
+        ways = [(0, 1)]
         if dp * cp > 1:
-            ways.append((1, 1, dp))
+            ways.append((1, 1))
             if region.pp == 1:
-                ways += [(stage, 1, dp) for stage in (2, 3) if stage <= self.most_zero]
+                ways += [(stage, 1) for stage in (2, 3) if stage <= self.most_zero]
                 local = max(1, self.cluster.domain // (region.tp * cp))
                 if 1 < local < dp and dp % local == 0 and self.allow_future and self.most_zero == 3:
-                    ways.append((3, dp // local, local))
+                    ways.append((3, dp // local))
             else:
                 self.pruned.setdefault(
                     "zero>=2 with pp>1", "gradients or weights would be communicated for each micro-batch"
@@ -130,24 +125,25 @@ class Space:
         self,
         region: Candidate,
         micro_batch: int,
-        zero: tuple[int, int, int],
+        zero: tuple[int, int],
         recompute: Recompute,
-        first: int | None = None,
+        recomputed: int | None = None,
     ) -> Candidate:
         """Return the candidate for a region, a micro-batch size, a ZeRO stage and a recompute mode."""
-        stage, replicate, shard = zero
-        rows = self.job.global_batch // region.dp
-        return replace(
-            region,
+        stage, replicate = zero
+        return region.copy(
             replicate=replicate,
-            shard=shard,
             sequence_parallel=region.tp > 1 and local_tokens(self.job.seq_len, region.cp) % region.tp == 0,
-            micro_batch=micro_batch,
-            accumulation=rows // micro_batch,
+            micro_batch_size=micro_batch,
+            gradient_accumulation_steps=self.job.global_batch // region.dp // micro_batch,
             zero_stage=stage,
             recompute=recompute,
-            recomputed=first,
+            recomputed_layers=recomputed,
         )
+
+    def reason_against(self, axis: str, size: int) -> str | None:
+        """Return the reason of ``against`` that holds for a size of an axis."""
+        return self.against.get(f"{axis}={size}", self.against.get(axis)) if size > 1 else None
 
     def _rejected(self, region: str, reason: str | None) -> bool:
         if reason:
@@ -160,8 +156,6 @@ class Space:
 
     def _tp_reason(self, tp: int) -> str | None:
         shape, domain = self.shape, self.cluster.domain
-        if tp > 1 and self.no_tensor is not None:
-            return self.no_tensor
         if tp > domain:
             return f"crosses the fast domain of {domain} devices"
         if domain % tp and tp > 1:
@@ -192,8 +186,6 @@ class Space:
     def _cp_reason(self, cp: int) -> str | None:
         if cp == 1:
             return None
-        if self.no_context is not None:
-            return self.no_context
         if not self.shape.traits.context:
             return "the family has an attention of its own, which does not call transformers' attention interface"
         if cp > _CONTEXT:
@@ -202,7 +194,7 @@ class Space:
             return f"cuts {self.job.seq_len} tokens into chunks of fewer than {_SHORTEST}, too short to fill a device"
         return None
 
-    def _methods(self, cp: int, tp: int) -> list[tuple[str, int | None]]:
+    def _methods(self, cp: int, tp: int) -> list[tuple[Method, int | None]]:
         """Return the methods of context parallelism that the model's heads allow, as (context, ulysses)."""
         found = []
         for context, ulysses, reason in methods(self.shape, cp, tp):
@@ -230,19 +222,15 @@ class Space:
             return [1]
         found = []
         for ep in divisors(ranks.data_ranks * ranks.tp):
-            if ep > 1 and self.no_sharing is not None:
-                self.pruned.setdefault(f"ep={ep}", self.no_sharing)
-            elif ep > 1 and ep > self.shape.experts:
-                self.pruned.setdefault(f"ep={ep}", f"more ranks than the {self.shape.experts} experts of a layer")
-            elif expert_reason(ranks, ep) is None:
+            most = self.shape.experts
+            reason = f"more ranks than the {most} experts of a layer" if ep > most else None
+            if not self._rejected(f"ep={ep}", self.reason_against("ep", ep) or reason) and ranks.can_share_experts(ep):
                 found.append(ep)
         return found
 
     def _pp_reason(self, pp: int) -> str | None:
         if pp == 1:
             return None
-        if self.no_stages is not None:
-            return self.no_stages
         if pp > self.shape.most_stages:
             return f"more stages than the {self.shape.layers} layers"
         # Uneven stages are legal, but all stages wait for the longest. Allow them if little time is idle.
@@ -252,14 +240,14 @@ class Space:
             return f"{self.shape.layers} layers over {pp} stages leave the stages idle for {idle:.0%} of the time"
         return None
 
-    def _schedules(self, pp: int, rows: int) -> list[tuple[str, int]]:
-        """Return the schedules of a pipeline with the virtual stages of each rank."""
+    def _schedules(self, pp: int, rows: int) -> list[tuple[Schedule, int | None]]:
+        """Return the schedules of a pipeline with the virtual stages of each rank, where they can be chosen."""
         if pp == 1:
-            return [("1f1b", 1)]
+            return [("1f1b", None)]
         self.pruned.setdefault("schedule=gpipe", "takes as long as 1f1b and holds the activations of every micro-batch")
-        found = [("1f1b", 1), ("zb-h1", 1)]
+        found: list[tuple[Schedule, int | None]] = [("1f1b", None), ("zb-h1", None)]
         if self.shape.most_stages >= 2 * pp:
-            found.append(("zbv", 2))
+            found.append(("zbv", None))
         if self.shape.layers % pp == 0 and pp > 2 and rows % pp == 0:
             most = min(_CHUNKS, self.shape.most_stages // pp)
             chunks = [v for v in divisors(self.shape.layers // pp) if 1 < v <= most]
@@ -267,19 +255,45 @@ class Space:
         return found
 
 
-def expert_reason(plan: Candidate, ep: int) -> str | None:
-    """Return why ``ep`` ranks of a plan cannot share experts; None if they can.
+def check_plan(shape: ModelShape, plan: Candidate) -> None:
+    """Raise a PlanError if the sizes of a model cannot be split as a plan says."""
+    for uneven in shape.uneven(plan.tp):
+        raise PlanError(f"{plan.label}: {uneven} of {shape.name} is not divisible by tp={plan.tp}")
+    check_expert_ranks(shape, plan)
+    count = plan.pp * plan.stages_per_rank
+    if count > shape.most_stages:
+        first = f", of which the first stage needs {shape.least_on_first}" if shape.least_on_first > 1 else ""
+        raise PlanError(f"{plan.label}: {count} stages are more than the {shape.layers} layers of {shape.name}{first}")
+    if plan.stages is not None and (len(plan.stages) != count or sum(plan.stages) != shape.layers):
+        raise PlanError(
+            f"{plan.label}: the stages must be {count} and hold the {shape.layers} layers of {shape.name} together"
+        )
+    if plan.stages is not None and plan.stages[0] < shape.least_on_first:
+        raise PlanError(f"{plan.label}: the first stage of {shape.name} needs {shape.least_on_first} layers")
+    if plan.cp > 1:
+        if plan.context not in shape.traits.context:
+            raise PlanError(f"{plan.label}: the attention of {shape.name} cannot use context={plan.context!r}")
+        for context, ulysses, reason in methods(shape, plan.cp, plan.tp):
+            if (context, ulysses) == (plan.context, plan.ulysses) and reason is not None:
+                raise PlanError(f"{plan.label}: {reason}")
+    if plan.recomputed_layers is not None and plan.recomputed_layers > shape.layers:
+        raise PlanError(
+            f"{plan.label}: {plan.recomputed_layers} recomputed layers are more than the {shape.layers} of {shape.name}"
+        )
 
-    Example:
-        >>> expert_reason(Candidate(replicate=2, tp=4), 2), expert_reason(Candidate(replicate=3, tp=2), 3)
-        (None, 'ep=3 is neither a divisor nor a multiple of tp=2')
-    """
-    if plan.can_share_experts(ep):
-        return None
-    ranks = plan.data_ranks * plan.tp
-    if ranks % ep:
-        return f"ep={ep} does not divide dp x cp x tp = {ranks}"
-    return f"ep={ep} is neither a divisor nor a multiple of tp={plan.tp}"
+
+def check_expert_ranks(shape: ModelShape, plan: Candidate) -> None:
+    """Raise a PlanError if ranks cannot share a model's experts as a plan says, or it has no estimate."""
+    if plan.ep > 1 and plan.ep > shape.experts:
+        have = f"{shape.experts} experts in a layer" if shape.experts else "no experts"
+        raise PlanError(f"{plan.label}: {shape.name} has {have}, which {plan.ep} ranks cannot share; leave ep out")
+    if not plan.can_share_experts(plan.ep):
+        raise PlanError(f"{plan.label}: ep={plan.ep} cannot spread over {plan.product('dp', 'cp', 'tp')}")
+    if shape.experts and plan.tp > 1 and not plan.sequence_parallel:
+        raise PlanError(
+            f"{plan.label}: {shape.name} has experts, which the planner estimates under tp with sequence parallelism "
+            f"only; write tp{plan.tp}+sp"
+        )
 
 
 def divisors(number: int) -> list[int]:

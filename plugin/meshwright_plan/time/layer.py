@@ -242,12 +242,12 @@ class LayerModel:
     @staticmethod
     def layer_key(plan: Candidate, job: Job) -> object:
         """Return what decides the seconds of a layer."""
-        return (plan.tp, plan.sequence_parallel, plan.cp, plan.context, plan.ulysses, plan.ep, plan.micro_batch,
+        return (plan.tp, plan.sequence_parallel, plan.cp, plan.context, plan.ulysses, plan.ep, plan.micro_batch_size,
                 plan.recompute, plan.splits_backward, job)  # fmt: skip
 
     def _layer(self, layer: LayerShape, plan: Candidate, job: Job) -> Work:
         k, t = self.k, plan.tp
-        rows = plan.micro_batch * job.seq_len / plan.cp
+        rows = plan.micro_batch_size * job.seq_len / plan.cp
         precision = job.precision
         h, f, q, kv = layer.hidden, layer.ffn / t, layer.query_width / t, layer.local_kv_width(t)
         matmul = self.matmul(rows, h, q + 2 * kv, precision=precision) + self.matmul(rows, q, h, precision=precision)
@@ -329,7 +329,7 @@ class LayerModel:
         # A router's gradients read the results of the experts, and the last adapter's what follows the product.
         if layer.experts is not None or job.lora is not None:
             return summed
-        rows = plan.micro_batch * job.seq_len / plan.cp
+        rows = plan.micro_batch_size * job.seq_len / plan.cp
         width, h = (layer.ffn or layer.query_width) / plan.tp, layer.hidden
         traffic = self.k.norms * 6 * h / plan.sp * job.element_bytes / 2 + _CAST_BYTES[job.precision] * width
         return summed + self._passes(rows * traffic) + self.matmul(rows, width, h, precision=job.precision)
@@ -342,7 +342,7 @@ class LayerModel:
         lora, b, t = job.lora, job.element_bytes, plan.tp
         if lora is None:
             return _Added()
-        rows = plan.micro_batch * job.seq_len / plan.cp
+        rows = plan.micro_batch_size * job.seq_len / plan.cp
         found = list(projections(layer))
         inner, outer = (sum(each.cut(t)[side] for each in found) for side in range(2))
         is_cast = b < ADAPTER_BYTES
@@ -368,7 +368,7 @@ class LayerModel:
         experts = layer.experts
         if experts is None:
             return 0.0, 0.0, 0.0
-        tokens = plan.micro_batch * job.seq_len / plan.cp / plan.sp
+        tokens = plan.micro_batch_size * job.seq_len / plan.cp / plan.sp
         rows, own = experts.rows(tokens, plan.ep, job.expert_load), experts.count / plan.ep
         each, h, width = rows / own, experts.hidden, experts.width
         matmul = self.matmul(tokens, h, experts.count)
@@ -400,7 +400,7 @@ class LayerModel:
 
     def head(self, plan: Candidate, job: Job) -> Work:
         """Return the seconds of the head and the loss for one micro-batch; the vocabulary is sharded over tp."""
-        rows, columns = plan.micro_batch * job.seq_len / plan.cp, self.shape.outputs / plan.tp
+        rows, columns = plan.micro_batch_size * job.seq_len / plan.cp, self.shape.outputs / plan.tp
         # 16-bit logits and a 32-bit loss have 14 bytes per logit, each of which is moved about twice.
         loss = self.k.loss * self._passes(2 * (12 + job.element_bytes) * rows * columns)
         matmul, of_weight = self.matmul(rows, self.shape.hidden, columns), int(job.lora is None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Literal
 
 from meshwright.plan.partition import balanced_stages
@@ -37,7 +36,8 @@ class StepModel(LayerModel):
         >>> shape = ModelShape.of(name="7B", layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008,
         ...                       vocab=32000)
         >>> model = StepModel(shape, Cluster(device=device("a100-80"), gpus=8), Coefficients())
-        >>> step = model.step(Candidate(shard=8, zero_stage=1, accumulation=4), Job(seq_len=4096, global_batch=32))
+        >>> plan = Candidate(dp=8, zero_stage=1, gradient_accumulation_steps=4)
+        >>> step = model.step(plan, Job(seq_len=4096, global_batch=32))
         >>> 1 < step.total < 20
         True
     """
@@ -82,13 +82,13 @@ class StepModel(LayerModel):
 
     def balanced(self, plan: Candidate, job: Job) -> Candidate | None:
         """Return the plan with fewer layers on the head's stage; None if its slowest stage would not be faster."""
-        key = "cut", self.layer_key(plan, job), plan.pp, plan.schedule, plan.chunks
+        key = "cut", self.layer_key(plan, job), plan.pp, plan.schedule, plan.stages_per_rank
         stages = self.once(key, lambda: self._balanced(plan, job))
-        return None if stages is None else replace(plan, stages=stages)
+        return None if stages is None else plan.copy(stages=stages)
 
     def _balanced(self, plan: Candidate, job: Job) -> tuple[int, ...] | None:
         both, head = [layer.forward + layer.backward for layer in self.layers(plan, job)], self.head(plan, job)
-        counts, count = self.shape.counts, plan.pp * plan.chunks
+        counts, count = self.shape.counts, plan.pp * plan.stages_per_rank
         # The shares of a layer of the head and of the towers are rounded, so that few partitions are computed.
         last = round((head.forward + head.backward) / both[0] * 8) / 8
         towers = round(self.shape.tower_layers * 8) / 8
@@ -102,12 +102,12 @@ class StepModel(LayerModel):
 
         if stages[0] < self.shape.least_on_first:
             return None
-        is_faster = slowest(replace(plan, stages=stages)) < slowest(replace(plan, stages=None))
+        is_faster = slowest(plan.copy(stages=stages)) < slowest(plan.copy(stages=None))
         return stages if is_faster else None
 
     def step(self, plan: Candidate, job: Job) -> StepTime:
         """Return the time of one step of a plan that fits this cluster and this job."""
-        k, m = self.k, plan.accumulation
+        k, m = self.k, plan.gradient_accumulation_steps
         layers, head = self.layers(plan, job), self.head(plan, job)
         forward, backward = (_of_ranks(plan, seconds) for seconds in self.stages(plan, job))
         slowest = max(range(plan.pp), key=lambda i: forward[i] + backward[i])
@@ -152,7 +152,7 @@ class StepModel(LayerModel):
 
     def _piped(self, plan: Candidate, job: Job) -> tuple[float, float, float]:
         """Return a lower bound on the time of the pipeline, and the slowest rank's forward and backward."""
-        key = "bound", *plan.layout, plan.accumulation, plan.recompute, plan.recomputed, job
+        key = "bound", *plan.layout, plan.gradient_accumulation_steps, plan.recompute, plan.recomputed_layers, job
         return self.once(key, lambda: self._bounded(plan, job))
 
     def _bounded(self, plan: Candidate, job: Job) -> tuple[float, float, float]:
@@ -163,7 +163,7 @@ class StepModel(LayerModel):
         # unless its last operation is the gradient of weights, for which nobody waits.
         piped, before = 0.0, 0.0
         for rank, own in enumerate(busy):
-            piped = max(piped, before + plan.accumulation * own)
+            piped = max(piped, before + plan.gradient_accumulation_steps * own)
             before += every_forward[rank] + (0.0 if plan.splits_backward else every_backward[rank])
         slowest = busy.index(max(busy))
         return piped, forward[slowest], backward[slowest]
@@ -180,7 +180,7 @@ class StepModel(LayerModel):
 
         Without ep the second is 0, and the first includes experts, which as many ranks hold as any other weight.
         """
-        key = "parameters", plan.tp, plan.ep, plan.pp, plan.schedule, plan.chunks, plan.stages
+        key = "parameters", plan.tp, plan.ep, plan.pp, plan.schedule, plan.stages_per_rank, plan.stages
         return self.once(key, lambda: self._largest_stage(plan))
 
     def _largest_stage(self, plan: Candidate) -> tuple[float, float]:
@@ -196,7 +196,8 @@ class StepModel(LayerModel):
     def data(self, plan: Candidate, job: Job, forward: float, backward: float) -> float:
         """Return the seconds per step of data-parallel communication that compute does not hide."""
         overlaps = self.overlaps(plan, job, forward, backward)
-        return sum(overlap.exposed * (plan.accumulation if overlap.is_repeated else 1) for overlap in overlaps)
+        micro = plan.gradient_accumulation_steps
+        return sum(overlap.exposed * (micro if overlap.is_repeated else 1) for overlap in overlaps)
 
     def overlaps(self, plan: Candidate, job: Job, forward: float, backward: float) -> list[Overlap]:
         """Return the data-parallel communication of the slowest rank, with what hides it.
@@ -325,7 +326,7 @@ class StepModel(LayerModel):
 def boundary_bytes(shape: ModelShape, plan: Candidate, job: Job) -> float:
     """Return the bytes of one micro-batch's activations between two stages, which are those of their gradient too.
 
-    A step sends them ``2 * plan.accumulation`` times over each boundary between virtual stages of different ranks.
+    A step sends them twice for each micro-batch over each boundary between virtual stages of different ranks.
 
     Example:
         >>> shape = ModelShape.of(name="7B", layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008,
@@ -333,7 +334,7 @@ def boundary_bytes(shape: ModelShape, plan: Candidate, job: Job) -> float:
         >>> boundary_bytes(shape, Candidate(pp=2, tp=2, sequence_parallel=True), Job(seq_len=4096, global_batch=1))
         16777216.0
     """
-    return job.element_bytes * plan.micro_batch * job.seq_len / plan.cp * shape.hidden / plan.sp
+    return job.element_bytes * plan.micro_batch_size * job.seq_len / plan.cp * shape.hidden / plan.sp
 
 
 def _weighted(held: Sequence[Sequence[int]], values: Sequence[float]) -> list[float]:
@@ -345,7 +346,7 @@ def _weighted(held: Sequence[Sequence[int]], values: Sequence[float]) -> list[fl
 
 def _of_ranks(plan: Candidate, stages: Sequence[float]) -> list[float]:
     """Return the sums over the virtual stages of each rank."""
-    p, v = plan.pp, plan.chunks
+    p, v = plan.pp, plan.stages_per_rank
     if v == 1:
         return list(stages)
     return [sum(stages[s] for s in stages_of_rank(plan.schedule, rank, p, v)) for rank in range(p)]
@@ -353,7 +354,7 @@ def _of_ranks(plan: Candidate, stages: Sequence[float]) -> list[float]:
 
 def _last_rank(plan: Candidate) -> int:
     """Return the rank that holds the last virtual stage, with the head."""
-    return rank_of_stage(plan.schedule, plan.pp * plan.chunks - 1, plan.pp)
+    return rank_of_stage(plan.schedule, plan.pp * plan.stages_per_rank - 1, plan.pp)
 
 
 def _exposed(communication: float, compute: float, overlap: float) -> float:

@@ -8,7 +8,7 @@ import importlib
 import json as json_format
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -23,9 +23,10 @@ from meshwright_tools.cli.command import check_pages, option, say
 from meshwright_tools.cli.plan_inputs import PlanQuestion
 
 if TYPE_CHECKING:
+    from meshwright.plan.parallel_plan import ParallelPlan
     from meshwright_plan.answers.explain import Change
     from meshwright_plan.answers.sweep import SweepRow, TrainingWay
-    from meshwright_plan.job.candidate import Candidate, Job
+    from meshwright_plan.job.candidate import Job
     from meshwright_plan.machine.hardware import Cluster
     from meshwright_plan.search.search import Search
 
@@ -184,15 +185,16 @@ def _write_page(
         )  # fmt: skip
 
 
-def answer_own(question: PlanQuestion, outputs: Outputs, plans: Callable[[Job], list[Candidate]]) -> bool:
+def answer_own(question: PlanQuestion, outputs: Outputs, plans: Sequence[ParallelPlan]) -> bool:
     """Print the estimates of the user's plans; return whether the first one fits."""
     from meshwright_plan.answers import explain
-    from meshwright_plan.answers.own_plan import own_text, weigh
     from meshwright_plan.formatting import gib
+    from meshwright_plan.job.candidate import Candidate
+    from meshwright_plan.search.search import weigh
 
     outputs.check()
     space = question.space()
-    own = plans(space.job)
+    own = [Candidate.of(plan, space.job) for plan in plans]
     if len(own) > 1:
         outputs.refuse_files(f"--plan gives {len(own)}; give one")
     if getattr(outputs, "html", None) is not None:
@@ -214,7 +216,7 @@ def answer_own(question: PlanQuestion, outputs: Outputs, plans: Callable[[Job], 
         best = None
         with contextlib.suppress(PlanError), _searching():  # there may be no legal plan but the given ones
             best = question.search(question.space(), top=1)
-        say(own_text(found, best=best, budget=question.budget))
+        say(explain.own_text(found, best=best, budget=question.budget))
     _finish(question, found, outputs)
     return is_fit
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from meshwright_plan.answers.cost import Budget
     from meshwright_plan.answers.sweep import TrainingWay
     from meshwright_plan.job.adapters import Lora
-    from meshwright_plan.job.candidate import Candidate, Job
+    from meshwright_plan.job.candidate import Job
     from meshwright_plan.job.shapes import ModelShape
     from meshwright_plan.machine.hardware import Cluster, HardwareProfile
     from meshwright_plan.search.search import Search
@@ -204,12 +204,12 @@ class JobOptions:
             global_batch=numbers("--global-batch", self.global_batch, int),
             interconnect=numbers("--interconnect", self.interconnect, float),
         )
-        shape, no_tensor = _described(self.model)
+        shape, against = _described(self.model)
         return PlanQuestion(
             options=self,
             settings=settings,
             shape=shape,
-            no_tensor=no_tensor,
+            against=against,
             measured=HardwareProfile.load(self.profile) if self.profile else None,
             search_options=search,
             budgets=run.budgets(settings.gpu),
@@ -224,7 +224,7 @@ class PlanQuestion:
         options: the options about the job.
         settings: the settings that may have several values; the first value of each counts.
         shape: the model.
-        no_tensor: why the planner has no estimate for the model under tp; None if it has.
+        against: axis -> why the planner has no estimate for the model under it.
         measured: the profile; None for the catalogue.
         search_options: which plans to show.
         budgets: the tokens and the price of each GPU, and under the empty name those of the first; none without a
@@ -234,7 +234,7 @@ class PlanQuestion:
     options: JobOptions
     settings: Settings
     shape: ModelShape
-    no_tensor: str | None
+    against: Mapping[str, str]
     measured: HardwareProfile | None
     search_options: SearchOptions
     budgets: Mapping[str, Budget]
@@ -260,7 +260,7 @@ class PlanQuestion:
         settings = settings or self.settings
         cluster = self.cluster(settings)
         job, allow_future = self._job(settings, cluster), self.search_options.allow_future
-        return Space(shape=self.shape, cluster=cluster, job=job, allow_future=allow_future, no_tensor=self.no_tensor)
+        return Space(shape=self.shape, cluster=cluster, job=job, allow_future=allow_future, against=self.against)
 
     def cluster(self, settings: Settings) -> Cluster:
         """Return the devices of some settings."""
@@ -346,14 +346,14 @@ class PlanQuestion:
         return self.options.memory * space.cluster.device.memory
 
 
-def _described(model: Path) -> tuple[ModelShape, str | None]:
-    """Return the shape of a model, and why it has no estimate under tp; modules show what the config does not."""
+def _described(model: Path) -> tuple[ModelShape, dict[str, str]]:
+    """Return a model's shape, and axis -> why it has no estimate under it; modules show what the config does not."""
     from meshwright_plan.job.config_file import WrongConfigError, config_path
     from meshwright_plan.job.shapes import describe, name_of
 
     path = config_path(model)  # a missing file is said at once, without an import of torch
     try:
-        return describe(model), None
+        return describe(model), {}
     except WrongConfigError:
         raise
     except PlanError as error:
@@ -371,13 +371,14 @@ def _described(model: Path) -> tuple[ModelShape, str | None]:
         raise PlanError(f"{refusal} ({error})") from None
     if not shows_more_than_its_config(on_meta):
         raise refusal
-    return routed_shape(on_meta, name=name_of(model)), against_tensor(on_meta)
+    against = {"tp": reason} if (reason := against_tensor(on_meta)) is not None else {}
+    return routed_shape(on_meta, name=name_of(model)), against
 
 
 def own_plans(
     words: Sequence[str], sizes: Mapping[str, object], gpus: int | None
-) -> tuple[int | None, Callable[[Job], list[Candidate]]]:
-    """Return the number of devices of the plans that the user gives, and a function that makes them for a job.
+) -> tuple[int | None, list[ParallelPlan]]:
+    """Return the number of devices of the plans that the user gives, and the plans.
 
     Args:
         words: plans in words, or files.
@@ -389,7 +390,6 @@ def own_plans(
     """
     # Imported here, since it imports torch, which takes seconds.
     from meshwright.choose.given_plan import plan_of_sizes, resolve_plan
-    from meshwright_plan.job.candidate import Candidate
 
     if words and sizes:
         options = ", ".join(f"--{name.replace('_', '-')}" for name in sizes)
@@ -407,7 +407,7 @@ def own_plans(
 
         plans = [plan_of_sizes(sizes, gpus, uneven)]
     world = gpus if gpus is not None else plans[0].world_size if plans else None
-    return world, lambda job: [Candidate.of(dataclasses.asdict(plan), job) for plan in plans]
+    return world, plans
 
 
 def _check_sizes(sizes: Mapping[str, object], gpus: int | None) -> None:

@@ -41,7 +41,7 @@ class ClusterJob:
     @property
     def environment(self) -> dict[str, str]:
         """The plan, exactly; its words would leave out what does not change the layout."""
-        return {PLAN_VARIABLE: plan_line(self.plan.runnable_fields())}
+        return {PLAN_VARIABLE: plan_line(self.plan.plan.changed)}
 
     def launch(self, **of_scheduler: str) -> str:
         """Return the command of one node, as a shell reads it, up to the script.

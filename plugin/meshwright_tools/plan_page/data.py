@@ -109,9 +109,9 @@ def _plan(found: Search, listed: Listed | Elsewhere) -> dict[str, object]:
         "ep": plan.ep,
         "context": plan.context if plan.ulysses is None else f"{plan.context}-{plan.ulysses}",
         "schedule": plan.schedule,
-        "chunks": plan.chunks,
+        "chunks": plan.stages_per_rank,
         "stages": stage_layers(plan, found.shape),
-        "held": [stages_of_rank(plan.schedule, rank, plan.pp, plan.chunks) for rank in range(plan.pp)],
+        "held": [stages_of_rank(plan.schedule, rank, plan.pp, plan.stages_per_rank) for rank in range(plan.pp)],
         "zero": plan.zero_stage,
         "rounds": found.job.rounds_updates(plan),
         "runs": found.runs_today(plan),
@@ -140,8 +140,8 @@ def _label(plan: Candidate, tables: dict[str, _Table]) -> list[object]:
         tables["rows"].index(rows, lambda: rows),
         plan.dp,
         plan.replicate if plan.zero_stage else 1,
-        plan.micro_batch,
-        plan.accumulation,
+        plan.micro_batch_size,
+        plan.gradient_accumulation_steps,
     ]
 
 
@@ -215,7 +215,7 @@ def describe_plan(plan: Candidate) -> str:
     """Return a plan in words.
 
     Example:
-        >>> describe_plan(Candidate(shard=8, tp=2, zero_stage=1, accumulation=4))
+        >>> describe_plan(Candidate(dp=8, tp=2, zero_stage=1, gradient_accumulation_steps=4))
         '8 data-parallel x 2 tensor-parallel ranks, ZeRO-1, 4 micro-batches of 1 sequence'
     """
     return f"{describe_ranks(plan)}, {describe_rows(plan)}"
@@ -228,7 +228,7 @@ def describe_ranks(plan: Candidate) -> str:
     zero = f"ZeRO-{plan.zero_stage}" if plan.zero_stage else "no ZeRO"
     schedule = ""
     if plan.pp > 1:
-        chunks = f" with {plan.chunks} stages on each rank" if plan.chunks > 1 else ""
+        chunks = f" with {plan.stages_per_rank} stages on each rank" if plan.stages_per_rank > 1 else ""
         schedule = f", schedule {plan.schedule}{chunks}"
     ranks = "rank" if plan.world_size == 1 else "ranks"
     experts = f", experts over {plan.ep} ranks" if plan.ep > 1 else ""
@@ -237,13 +237,14 @@ def describe_ranks(plan: Candidate) -> str:
 
 def describe_rows(plan: Candidate) -> str:
     """Return the second part of ``describe_plan``: the micro-batches and what is recomputed."""
-    batches = "one micro-batch" if plan.accumulation == 1 else f"{plan.accumulation} micro-batches"
+    count, size = plan.gradient_accumulation_steps, plan.micro_batch_size
+    batches = "one micro-batch" if count == 1 else f"{count} micro-batches"
     again = {"none": "", "selective": ", attention recomputed", "full": ", all layers recomputed"}.get(
         plan.recompute, f", recompute {plan.recompute}"
     )
-    if plan.recomputed is not None:
-        again = f", {plan.recomputed} layer{'s' if plan.recomputed > 1 else ''} of each stage recomputed"
-    return f"{batches} of {plan.micro_batch} sequence{'s' if plan.micro_batch > 1 else ''}{again}"
+    if plan.recomputed_layers is not None:
+        again = f", {plan.recomputed_layers} layer{'s' if plan.recomputed_layers > 1 else ''} of each stage recomputed"
+    return f"{batches} of {size} sequence{'s' if size > 1 else ''}{again}"
 
 
 def launch_command(plan: str, nodes: int) -> str:
@@ -283,7 +284,7 @@ def plan_command(found: Search, model: str, profile: str | None = None) -> str:
         options += " --double-quant" * job.lora.double
     share = found.budget / cluster.device.memory
     options += "" if abs(share - 0.9) < 1e-9 else f" --memory {share:.4g}"
-    options += " --allow-future" if found.allow_future else ""
+    options += " --allow-future" if found.space.allow_future else ""
     options += " --gather-logits" if job.logits == "gathered" else ""
     options += " --simple" if found.within == SIMPLER else ""
     return (

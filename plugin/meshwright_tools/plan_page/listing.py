@@ -70,7 +70,7 @@ def pareto(found: Search) -> tuple[list[Point], list[Point]]:
 
 def _weighed(found: Search, model: StepModel) -> Iterator[Point]:
     job = found.job
-    space = found.space(found.cluster, job)
+    space = dataclasses.replace(found.space, job=job)
     for region in space.regions():
         for micro in space.micro_batches(region):
             is_any = False
@@ -147,7 +147,7 @@ def listed_plans(found: Search, points: Sequence[Point], front: Sequence[Point],
     plans = []
     for plan, why in reasons.items():
         choice = known.get(plan) or choice_of(
-            found, plan, model.step(plan, found.job), peak_memory(found.shape, plan, found.job)
+            found.space, plan, model.step(plan, found.job), peak_memory(found.shape, plan, found.job)
         )
         rounds = found.job.rounds_updates(plan)
         plans.append(Listed(**vars(choice), why=why + ", without 32-bit masters" * rounds))

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from meshwright.errors import PlanError
 from meshwright_plan.job.candidate import Candidate, Job, recomputed_share
 from meshwright_plan.memory.peak import Memory, stage_memory, state_memory
-from meshwright_plan.search.search import BESIDE_DP, TIE, BestFirst, Search, choice_of
-from meshwright_plan.search.space import Space, expert_reason
+from meshwright_plan.search.search import TIE, BestFirst, Search, choice_of
+from meshwright_plan.search.space import Space
 from meshwright_plan.time.layer import StepTime
 from meshwright_plan.time.step import StepModel
 from meshwright_tools.plan_page.listing import Listed, in_table_order
@@ -189,7 +189,7 @@ class PageSettings:
         region = regions.get(_layout(plan))
         if region is None:
             raise PlanError(_missing(plan, space))
-        micro = plan.micro_batch * self.ranges.micro[setting[3]]
+        micro = plan.micro_batch_size * self.ranges.micro[setting[3]]
         rows = space.job.global_batch // region.dp
         if micro not in space.micro_batches(region):
             raise PlanError(_no_micro_batch(region, rows, micro))
@@ -198,7 +198,7 @@ class PageSettings:
         ways = [way for way in ways if not plan.zero_stage or (way[1] > 1) == (plan.replicate > 1)]
         if not ways:
             raise PlanError(f"zero{plan.zero_stage} has nothing to shard over with {region.dp * region.cp} data rank")
-        at = space.candidate(region, int(micro), ways[0], plan.recompute, plan.recomputed)
+        at = space.candidate(region, int(micro), ways[0], plan.recompute, plan.recomputed_layers)
         return dataclasses.replace(at, stages=plan.stages)
 
     def _space(self, batch: int, length: int, gpus: int) -> tuple[Space, dict[_Layout, Candidate]]:
@@ -206,7 +206,8 @@ class PageSettings:
             job = dataclasses.replace(
                 self.found.job, global_batch=self.ranges.batches[batch], seq_len=self.ranges.lengths[length]
             )
-            space = self.found.space(dataclasses.replace(self.found.cluster, gpus=self.ranges.gpus[gpus]), job)
+            cluster = dataclasses.replace(self.found.cluster, gpus=self.ranges.gpus[gpus])
+            space = dataclasses.replace(self.found.space, cluster=cluster, job=job)
             regions = {_layout(region): region for region in space.regions()}
             self._spaces[batch, length, gpus] = space, regions
         return self._spaces[batch, length, gpus]
@@ -217,8 +218,8 @@ class PageSettings:
 
     def _memory(self, plan: Candidate, length: int) -> tuple[tuple[int, int, Memory], ...]:
         # More micro-batches than these need no more memory.
-        enough = 3 if plan.pp == 1 else 3 * plan.pp + plan.accumulation % plan.pp
-        key = dataclasses.replace(plan, accumulation=min(plan.accumulation, enough)), length
+        enough = 3 if plan.pp == 1 else 3 * plan.pp + plan.gradient_accumulation_steps % plan.pp
+        key = plan.copy(gradient_accumulation_steps=min(plan.gradient_accumulation_steps, enough)), length
         if key not in self._weights:
             job = self._job(length)
             self._weights[key] = tuple(
@@ -263,7 +264,7 @@ def stage_work(model: StepModel, plan: Candidate, job: Job) -> StageWork:
 
 def _layout(plan: Candidate) -> _Layout:
     """Return the sizes and the methods of a plan's layout of the ranks, without dp."""
-    return *plan.sizes_beside_dp.values(), plan.context, plan.ulysses, plan.ep, plan.schedule, plan.chunks
+    return *plan.sizes_beside_dp.values(), plan.context, plan.ulysses, plan.ep, plan.schedule, plan.stages_per_rank
 
 
 def _missing(plan: Candidate, space: Space) -> str:
@@ -278,8 +279,8 @@ def _missing(plan: Candidate, space: Space) -> str:
     for name in (*sizes, f"dp={dp}", f"cp={plan.cp}({method})"):
         if name in space.pruned:
             return f"{name}: {space.pruned[name]}"
-    if (reason := expert_reason(dataclasses.replace(plan, replicate=dp, shard=1), plan.ep)) is not None:
-        return reason
+    if not (at := plan.copy(dp=dp)).can_share_experts(plan.ep):
+        return f"ep={plan.ep} cannot spread over {at.product('dp', 'cp', 'tp')}"
     return f"schedule={plan.schedule} does not exist for {batch // dp} sequences per data-parallel rank"
 
 
@@ -408,9 +409,9 @@ def _faster(settings: PageSettings, at: _Setting, best: float, without_masters: 
         return  # no plan fits, but a search would weigh them all
     walk = BestFirst(space, model, found.budget)
     prefers = found.job.prefers_masters
-    fastest = walk.fastest_with(BESIDE_DP, 1, slowest=best / (1 + TIE), rounds=False if prefers else None)
+    fastest = walk.fastest_of(1, slowest=best / (1 + TIE), rounds=False if prefers else None)
     if not fastest and prefers and math.isinf(best):
-        fastest = walk.fastest_with(BESIDE_DP, 1, slowest=without_masters / (1 + TIE), rounds=True)
+        fastest = walk.fastest_of(1, slowest=without_masters / (1 + TIE), rounds=True)
     for plan, _ in fastest:
         yield plan
 
@@ -427,7 +428,7 @@ def _planned(settings: PageSettings, plan: Candidate, at: _Setting) -> Listed | 
     if outcome.time is None:
         return Elsewhere(plan=plan, why=why)
     memory = max((memory for _, _, memory in outcome.memory), key=lambda memory: memory.total)
-    return Listed(**vars(choice_of(found, outcome.plan, outcome.time, memory)), why=why)
+    return Listed(**vars(choice_of(found.space, outcome.plan, outcome.time, memory)), why=why)
 
 
 def _ordered(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from meshwright.errors import PlanError
 from meshwright.outside_files import read_json
 from meshwright.parallel.fake_passes.example_images import example_images
-from meshwright.plan.config import ParallelPlan, ToDistributedConfig
+from meshwright.plan.config import ToDistributedConfig
 from meshwright.roles import find_decoder
 from meshwright_plan.expected_traffic import step_traffic
 from meshwright_plan.formatting import grid
@@ -127,10 +127,10 @@ def trace_and_compare(model: nn.Module, shape: ModelShape, plan: Candidate, job:
         return _of_stage(model, shape, plan, job, stage)
     if stage is not None:
         raise PlanError(f"--stage {stage}: {plan.label} has no pipeline stages; leave --stage out")
-    count = min(plan.accumulation, MICRO_BATCHES)
-    plan = Candidate(**{**vars(plan), "accumulation": count})
-    rows_per_step, config = plan.micro_batch * count, ToDistributedConfig(gather_logits=job.logits == "gathered")
-    run, batch = ParallelPlan(**plan.runnable_fields()), _images(model, shape, job, rows_per_step)
+    count = min(plan.gradient_accumulation_steps, MICRO_BATCHES)
+    plan = dataclasses.replace(plan, gradient_accumulation_steps=count)
+    rows_per_step, config = plan.micro_batch_size * count, ToDistributedConfig(gather_logits=job.logits == "gathered")
+    run, batch = plan.plan, _images(model, shape, job, rows_per_step)
     trace = trace_step(model, run, rows=rows_per_step, length=job.seq_len, config=config, batch=batch)
     traced_job = _as_traced(job)
     held = footprint(shape, plan, traced_job)
@@ -158,13 +158,13 @@ def _images(model: nn.Module, shape: ModelShape, job: Job, rows: int) -> dict[st
 
 def _of_stage(model: nn.Module, shape: ModelShape, plan: Candidate, job: Job, stage: int | None) -> str:
     """Return a table of each size of the first rank of a pipeline stage; traffic is not estimated by kind."""
-    count = min(plan.accumulation, 2 * plan.pp)  # no rank holds more micro-batches in a longer step
-    plan = Candidate(**{**vars(plan), "accumulation": count})
+    count = min(plan.gradient_accumulation_steps, 2 * plan.pp)  # no rank holds more micro-batches in a longer step
+    plan = dataclasses.replace(plan, gradient_accumulation_steps=count)
     stage = peak_memory(shape, plan, job).stage if stage is None else stage
     if not 0 <= stage < plan.pp:
         raise PlanError(f"--stage {stage}: {plan.label} has the stages 0 to {plan.pp - 1}")
-    rank, rows = stage * plan.data_ranks * plan.tp, plan.micro_batch * count
-    run = ParallelPlan(**plan.runnable_fields())
+    rank, rows = stage * plan.data_ranks * plan.tp, plan.micro_batch_size * count
+    run = plan.plan
     config = ToDistributedConfig(gather_logits=job.logits == "gathered")
     batch = _images(model, shape, job, rows)
     trace = trace_step(model, run, rows=rows, length=job.seq_len, rank=rank, config=config, batch=batch)

@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from meshwright.choose.given_plan import resolve_plan
 from meshwright.errors import PlanError
@@ -40,7 +41,7 @@ def smaller_plan(plan: ParallelPlan, processes: int) -> ParallelPlan:
     plan = dataclasses.replace(plan, stages=None, recomputed_layers=plan.recomputed_layers and 1)
     if plan.world_size <= processes:
         return plan
-    small = {name: min(plan.sizes[name], 2) for name in ("dp", "pp")}
+    small: dict[str, Any] = {name: min(plan.sizes[name], 2) for name in ("dp", "pp")}
     most = processes // math.prod(small.values())
     sizes = [size for size in range(2, plan.tp + 1) if plan.tp % size == 0] or [1]
     small["tp"] = max((size for size in sizes if size <= most), default=sizes[0])
@@ -50,7 +51,8 @@ def smaller_plan(plan: ParallelPlan, processes: int) -> ParallelPlan:
         etp=1,
         gradient_accumulation_steps=min(plan.gradient_accumulation_steps, 2),
         micro_batch_size=plan.micro_batch_size and min(plan.micro_batch_size, 2),
-    ).resized(small)
+        **small,
+    )
     # As before, the ranks that share experts are those of one tp group, or of several.
     largest = smaller.world_size if plan.ep * plan.etp > plan.tp else smaller.tp
     for etp in (2, 1) if plan.etp > 1 else (1,):

@@ -27,11 +27,6 @@ def can_recompute(model: nn.Module) -> bool:
     return _switch(model) is not None
 
 
-def can_recompute_some(model: nn.Module) -> bool:
-    """Return whether a model can recompute some of its layers, each of which has a flag of its own."""
-    return can_recompute(model) and bool(_layers(model))
-
-
 def check_recompute(model: nn.Module, layers: int | None) -> None:
     """Raise if a model cannot recompute its layers, or so many of them.
 
