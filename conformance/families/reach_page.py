@@ -23,8 +23,9 @@ import typer
 from conformance.families.kept_results import read
 from conformance.families.markdown import paragraph, table
 from conformance.families.parity import TOLERANCE
-from conformance.families.reach import PLANS, STATUSES, Cell
+from conformance.families.reach import PLANS
 from conformance.families.tiny_models import MAPPINGS, types_of
+from conformance.families.type_ranks import STATUSES, Cell
 
 EVIDENCE = Path(__file__).resolve().parents[2] / "evidence"
 PAGE, DATA = EVIDENCE / "models.md", EVIDENCE / "models.json"

@@ -208,6 +208,7 @@ class DeviceDraws:
         streams: the streams from which ranks draw where ``is_on`` is False.
         format: what the inputs of the model mean.
         is_on: whether the ranks draw as one device does.
+        shares_tokens: whether ranks of tp have parts of the tokens.
         wholes: for modules that have read the sizes of a rank's part: what they had read of the whole.
     """
 
@@ -218,10 +219,11 @@ class DeviceDraws:
         streams: DropoutStreams,
         format: BatchFormat,
         is_on: bool,
+        shares_tokens: bool,
         wholes: Mapping[nn.Module, Mapping[str, Any]],
     ) -> None:
         self.is_on, self._mesh, self._streams, self._format = is_on, mesh, streams, format
-        self._sites = DrawSites(wholes)
+        self._sites, self._shares_tokens = DrawSites(wholes), shares_tokens
         self._is_known = True
         streams.is_on = not is_on
         self._logged: set[str] = set()
@@ -389,7 +391,10 @@ class DeviceDraws:
         if not is_dense(x):
             return None
         sizes, tp = current.sizes, self._mesh.tp
-        of = functools.partial(part_of, rows=current.rows, total=current.total, lengths=sizes.lengths, tp=tp)
+        of = functools.partial(
+            part_of, rows=current.rows, total=current.total, lengths=sizes.lengths, tp=tp,
+            shares_tokens=self._shares_tokens,
+        )  # fmt: skip
         for _ in range(2):
             forms = self._sites.find(lines, sizes)
             if forms == {None} and tp.size == 1:  # a rank has all of a row, whatever its sizes

@@ -62,7 +62,14 @@ class DrawnPart:
 
 
 def part_of(
-    form: Form, own: Sequence[int], *, rows: range, total: int, lengths: Mapping[str, int], tp: Axis
+    form: Form,
+    own: Sequence[int],
+    *,
+    rows: range,
+    total: int,
+    lengths: Mapping[str, int],
+    tp: Axis,
+    shares_tokens: bool,
 ) -> DrawnPart | None:
     """Return the part of a draw that a rank keeps; None if its shape does not show it.
 
@@ -73,6 +80,7 @@ def part_of(
         total: the number of rows of the global batch.
         lengths: the numbers of tokens of the inputs.
         tp: the axis whose ranks have parts of heads, channels or tokens.
+        shares_tokens: whether its ranks may have parts of tokens.
     """
     entries: list[tuple[int, int]] = []
     of_rows = of_channels = of_tokens = None
@@ -88,7 +96,7 @@ def part_of(
             continue
         if known.tokens is None and local * tp.size == count and of_channels is None:
             of_channels = dim, tp.rank * local, local
-        elif known.tokens is not None and (known.fixed, known.each) == (0, 1) and local == -(-count // tp.size):
+        elif shares_tokens and known.tokens is not None and (known.fixed, known.each) == (0, 1) and local == -(-count // tp.size):
             of = dim if known.has_rows else dim - 1
             if of_tokens is not None or of < 0 or (of < dim and form[of] != Dim(has_rows=True, fixed=1)):
                 return None

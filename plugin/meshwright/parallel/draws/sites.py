@@ -27,6 +27,7 @@ from meshwright.errors import PlanError
 from meshwright.layout.tensor_layout import layout_if_any
 from meshwright.parallel.batch.schema import TOKENS, BatchSchema
 from meshwright.parallel.draws.kernels import apart
+from meshwright.parallel.draws.row_order import Operation, Sizes, has_rows_first
 from meshwright.parallel.fake_passes.fake_pass import run_again_without_values
 from meshwright.parallel.foreign_hooks import hook_tables
 from meshwright.parallel.method_chain import find_chain
@@ -52,7 +53,12 @@ class _Drawn(NamedTuple):
     numbers: tuple[float, ...]
 
 
-_Found = dict[Lines, list[_Drawn]]  # the draws at some lines, in their order
+@dataclass
+class _Seen:
+    """The draws of a pass at some lines, in their order, and its operations."""
+
+    draws: dict[Lines, list[_Drawn]] = field(default_factory=lambda: defaultdict(list))
+    operations: list[Operation] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -189,11 +195,13 @@ class DrawSites:
         names = [name for name, length in sizes.lengths.items() if length > 1]
         others += [_draws_of(twin, _shorter(schema, sizes.lengths[name]))[0] for name in names]
         _clear(twin)
-        for place, drawn in once.items():
-            again = [other.get(place, ()) for other in others]
+        passes = [once.operations, *(other.operations for other in others)]
+        are_rows_first = functools.cache(functools.partial(has_rows_first, passes=passes))
+        for place, drawn in once.draws.items():
+            again = [other.draws.get(place, ()) for other in others]
             forms: set[Form | None] = {None}
             if all(len(other) == len(drawn) for other in again):
-                forms = {_form(own, rest, sizes, names) for own, *rest in zip(drawn, *again, strict=True)}
+                forms = {_form(own, rest, sizes, names, are_rows_first) for own, *rest in zip(drawn, *again, strict=True)}
             if not are_rows_known:  # a draw of the same shape may be of these rows
                 forms = {form if form and any(dim.has_rows for dim in form) else None for form in forms}
             # Fewer lines are those of several draws, of which a pass that has ended early shows some.
@@ -265,7 +273,13 @@ def _is_seen(code: CodeType) -> bool:
     return not code.co_filename.startswith(_LEFT_OUT) and code.co_name != "__call__"
 
 
-def _form(once: _Drawn, others: Sequence[_Drawn], sizes: BatchSizes, names: Sequence[str]) -> Form | None:
+def _form(
+    once: _Drawn,
+    others: Sequence[_Drawn],
+    sizes: BatchSizes,
+    names: Sequence[str],
+    are_rows_first: Callable[[Sizes, Sizes], bool],
+) -> Form | None:
     """Return the form of a draw; None if its shapes do not show it, or if it is drawn by the number of a rank's rows.
 
     Args:
@@ -273,15 +287,18 @@ def _form(once: _Drawn, others: Sequence[_Drawn], sizes: BatchSizes, names: Sequ
         others: the draw for the rows twice, and without one token of each of the inputs.
         sizes: the sizes of the batch.
         names: the names of these inputs.
+        are_rows_first: whether a dim of some sizes in the passes has one row after the other, given their rows.
     """
+    rows = (sizes.rows, 2 * sizes.rows, *(sizes.rows for _ in names))
     if once.numbers != others[0].numbers or any(len(other.shape) != len(once.shape) for other in others):
         return None
     found = []
     for dim, size in enumerate(once.shape):
         twice, *shorter = (other.shape[dim] for other in others)
         has_rows = twice != size
-        # Of several entries for each row, the shape does not show whether those of a row follow each other.
-        if has_rows and (size != sizes.rows or twice != 2 * size):
+        if has_rows and (size % sizes.rows or twice != 2 * size):
+            return None
+        if has_rows and size != sizes.rows and not are_rows_first((size, twice, *shorter), rows):
             return None
         entries, fewer = (size // sizes.rows, sizes.rows) if has_rows else (size, 1)
         grown = {name: entries - other // fewer for name, other in zip(names, shorter, strict=True) if other != size}
@@ -293,8 +310,8 @@ def _form(once: _Drawn, others: Sequence[_Drawn], sizes: BatchSizes, names: Sequ
     return tuple(found) if sum(dim.has_rows for dim in found) < 2 else None
 
 
-def _draws_of(twin: nn.Module, batch: Mapping[str, Any]) -> tuple[_Found, str | None]:
-    """Return what a module draws, and why the pass has ended early, if it has."""
+def _draws_of(twin: nn.Module, batch: Mapping[str, Any]) -> tuple[_Seen, str | None]:
+    """Return what a module draws and runs, and why the pass has ended early, if it has."""
     watch = _DrawWatch()
     failures: list[str | None] = [None]
 
@@ -311,14 +328,14 @@ def _draws_of(twin: nn.Module, batch: Mapping[str, Any]) -> tuple[_Found, str | 
     thread.start()
     thread.join()
     states.restore()
-    return watch.found, failures[0]
+    return watch.seen, failures[0]
 
 
 class _DrawWatch(TorchDispatchMode):
-    """Sees all draws."""
+    """Sees all draws and operations."""
 
     def __enter__(self) -> Self:
-        self.found: _Found = defaultdict(list)
+        self.seen = _Seen()
         super().__enter__()
         return self
 
@@ -337,7 +354,8 @@ class _DrawWatch(TorchDispatchMode):
         if is_draw:
             drawn = result[0] if isinstance(result, tuple) else result
             numbers = tuple(x for x in (*args, *kwargs.values()) if type(x) in (int, float))
-            self.found[lines_to(sys._getframe(1))].append(_Drawn(tuple(drawn.shape), numbers))
+            self.seen.draws[lines_to(sys._getframe(1))].append(_Drawn(tuple(drawn.shape), numbers))
+        self.seen.operations.append(Operation.of(func, args, result))
         return result
 
 
