@@ -43,6 +43,7 @@ from meshwright.parallel.draws.part import DrawnPart, draw_part, is_dense, part_
 from meshwright.parallel.draws.sites import BatchSizes, DrawSites, Lines, lines_to, words_for
 from meshwright.parallel.dropout_streams import DropoutStreams, Restore, is_capturing
 from meshwright.progress import is_first_rank
+from meshwright.random_states import HostStates
 from meshwright.temporarily import temporarily
 
 logger = logging.getLogger(__name__)
@@ -100,6 +101,11 @@ class _Pass:
         """The number of rows of the global batch."""
         share, rows = share_of(self.batch.values()), self.schema.rows
         return share.total if share is not None and share.held == rows else rows * self.dp.size
+
+    @property
+    def has_part(self) -> bool:
+        """Whether it does not run all rows of the global batch at once."""
+        return self.dp.size > 1 or (self.part is not None and len(self.part) < self.schema.rows)
 
     @property
     def rows(self) -> range:
@@ -227,6 +233,7 @@ class DeviceDraws:
         self._is_known = True
         streams.is_on = not is_on
         self._logged: set[str] = set()
+        self._passes = 0  # that train
         self._state: str | None = None  # before the last pass
         self._moment, self._rows = "", 0
         self._meetings: dict[str, int] = {}
@@ -308,6 +315,7 @@ class DeviceDraws:
             self._streams.count(trains=trains)
         if trains and self.is_on:
             self._cost.begin()
+        of_host = HostStates() if trains and self.is_on and self._count_pass() <= _FIRST else None
 
         def end() -> None:
             with _process.lock:
@@ -320,8 +328,14 @@ class DeviceDraws:
                 restore()
             elif not is_interrupted and (current.drew or not current.is_seen):
                 self._end(current)
+            if of_host is not None and current.has_part and not of_host.are_unchanged:
+                self._tell_of_host(current.module)
 
         return end
+
+    def _count_pass(self) -> int:
+        self._passes += 1
+        return self._passes
 
     def begin_slice(self, rows: range) -> None:
         """Begin a micro-batch of the running pass, which draws what the whole pass draws, and has some of its rows."""
@@ -385,6 +399,16 @@ class DeviceDraws:
                 "of their rows, so they draw others than one device. %s, which says nothing",
                 type(module).__name__, _CURE,
             )  # fmt: skip
+
+    def _tell_of_host(self, module: nn.Module) -> None:
+        """Tell that a forward draws what torch does not draw."""
+        self._tell_once(
+            "host",
+            "the forward of %s draws random numbers by numpy or by Python's random module, and each rank and each "
+            "micro-batch draws for its own rows, so they are others than those of one device. Draw them by torch, or "
+            "pass what they decide to the model, such as mask_time_indices; %s, which says nothing",
+            type(module).__name__, f"or pass {_RANK}",
+        )  # fmt: skip
 
     def _part(self, current: _Pass, lines: Lines, x: Tensor) -> DrawnPart | None:
         """Return the part of a draw that this rank keeps; None if it is not known."""

@@ -8,7 +8,7 @@ that makes dims of it. What indexes, joins or repeats entries may change it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,31 +21,41 @@ _EQUAL = frozenset(
     {_aten.expand.default, _aten.new_empty.default, _aten.new_zeros.default, _aten.new_ones.default}
     | {_aten.new_full.default, _aten.new_empty_strided.default}
 )
-# What may have the entries of its argument in another order.
-_MOVING = frozenset(
-    {_aten.index.Tensor, _aten.index_select.default, _aten.gather.default, _aten.flip.default, _aten.roll.default}
-    | {_aten.sort.default, _aten.sort.stable, _aten.argsort.default, _aten.argsort.stable}
+# What may have the entries of its argument in another order, along the dim that it is given, or along any.
+_MOVING_ALONG = frozenset(
+    {_aten.gather.default, _aten.index_select.default, _aten.sort.default, _aten.sort.stable, _aten.argsort.default}
 )
+_MOVING = frozenset({_aten.index.Tensor, _aten.flip.default, _aten.roll.default})
 
 Shape = tuple[int, ...]
 Sizes = tuple[int, ...]  # of a dim in each of the passes
 
 
 class Operation(NamedTuple):
-    """An operation of a pass, with the shapes of its arguments and of its first result."""
+    """An operation of a pass, with the shapes of its arguments and of its first result.
+
+    Args:
+        function: what ran.
+        given: the shapes of its tensors.
+        made: the shape of its first result.
+        along: the dim along which it moves entries; None if it is not of those that move them along one.
+    """
 
     function: Any
     given: tuple[Shape, ...]
     made: Shape
+    along: int | None = None
 
     @classmethod
-    def of(cls, function: Any, args: tuple[Any, ...], result: Any) -> Operation:
+    def of(cls, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Operation:
         """Return what is kept of an operation."""
         given = []
         for x in args:
             given += [tuple(y.shape) for y in (x if isinstance(x, list | tuple) else (x,)) if isinstance(y, Tensor)]
         first = result[0] if isinstance(result, list | tuple) and result else result
-        return cls(function, tuple(given), tuple(first.shape) if isinstance(first, Tensor) else ())
+        made = tuple(first.shape) if isinstance(first, Tensor) else ()
+        along = kwargs.get("dim", args[1] if len(args) > 1 else -1) if function in _MOVING_ALONG and made else None
+        return cls(function, tuple(given), made, along)
 
 
 def has_rows_first(sizes: Sizes, rows: Sizes, passes: Sequence[Sequence[Operation]]) -> bool:
@@ -60,7 +70,7 @@ def has_rows_first(sizes: Sizes, rows: Sizes, passes: Sequence[Sequence[Operatio
         return False
     is_shown = False
     for of_passes in zip(*passes, strict=True):
-        function, given, _ = of_passes[0]
+        function, given, _, along = of_passes[0]
         if any(other.function is not function or len(other.given) != len(given) for other in of_passes):
             return False
         made = _dims(tuple(operation.made for operation in of_passes))
@@ -73,6 +83,8 @@ def has_rows_first(sizes: Sizes, rows: Sizes, passes: Sequence[Sequence[Operatio
                     if several[0] != rows:
                         return False
                     is_shown = True
+        elif along is not None and made and made[along] == sizes:
+            return False
         elif sizes in made and (function in _MOVING or (given and not is_given and function not in _EQUAL)):
             return False
     return is_shown

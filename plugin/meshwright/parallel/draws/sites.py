@@ -355,7 +355,7 @@ class _DrawWatch(TorchDispatchMode):
             drawn = result[0] if isinstance(result, tuple) else result
             numbers = tuple(x for x in (*args, *kwargs.values()) if type(x) in (int, float))
             self.seen.draws[lines_to(sys._getframe(1))].append(_Drawn(tuple(drawn.shape), numbers))
-        self.seen.operations.append(Operation.of(func, args, result))
+        self.seen.operations.append(Operation.of(func, args, kwargs, result))
         return result
 
 
