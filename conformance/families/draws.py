@@ -140,7 +140,8 @@ def trained(model: Drawing, plan: str | None) -> Numbers:
     batches: Any = [{key: x.roll(step, 0) for key, x in model.batch.items()} for step in range(STEPS)]
     if plan is not None:
         given: Any = parse_plan(plan)
-        averages_over = None if find_loss(getattr(built, "get_base_model", lambda: built)()) else "labels" if "input_ids" in model.batch else "rows"
+        stock = getattr(built, "get_base_model", lambda: built)()
+        averages_over = None if find_loss(stock) else "labels" if "input_ids" in model.batch else "rows"
         config = mw.ToDistributedConfig(
             plan=mw.ParallelPlan(**given), timeout_s=PATIENCE, loss_averages_over=averages_over
         )

@@ -32,6 +32,7 @@ from meshwright.parallel.autograd_graph import in_backward
 from meshwright.parallel.batch.items import BatchFormat
 from meshwright.parallel.batch.schema import BatchSchema
 from meshwright.parallel.batch.share import share_of
+from meshwright.parallel.draws.drawing_time import OWN_DRAWS, DrawingTime
 from meshwright.parallel.draws.kernels import (
     Call,
     digest_of,
@@ -42,15 +43,14 @@ from meshwright.parallel.draws.kernels import (
 from meshwright.parallel.draws.part import DrawnPart, draw_part, is_dense, part_of
 from meshwright.parallel.draws.sites import BatchSizes, DrawSites, Lines, lines_to, words_for
 from meshwright.parallel.dropout_streams import DropoutStreams, Restore, is_capturing
-from meshwright.progress import is_first_rank
 from meshwright.random_states import HostStates
 from meshwright.temporarily import temporarily
 
 logger = logging.getLogger(__name__)
 
-_RANK = "ToDistributedConfig(draws='rank')"  # what to write instead
-_CURE = f"Seed all ranks alike, torch.manual_seed(0), and draw on all ranks alike between the steps; or pass {_RANK}"
-_TIMED, _SHARE = 5, 0.02  # the first steps, and the part of their time of which a line tells
+_CURE = (
+    f"Seed all ranks alike, torch.manual_seed(0), and draw on all ranks alike between the steps; or pass {OWN_DRAWS}"
+)
 _MOST = 2**15  # draws whose parts are known again when backward computes a layer again
 _FIRST, _EVERY = 3, 50  # the first steps, in which the ranks compare their random states, and every so many
 
@@ -407,7 +407,7 @@ class DeviceDraws:
             "the forward of %s draws random numbers by numpy or by Python's random module, and each rank and each "
             "micro-batch draws for its own rows, so they are others than those of one device. Draw them by torch, or "
             "pass what they decide to the model, such as mask_time_indices; %s, which says nothing",
-            type(module).__name__, f"or pass {_RANK}",
+            type(module).__name__, f"or pass {OWN_DRAWS}",
         )  # fmt: skip
 
     def _part(self, current: _Pass, lines: Lines, x: Tensor) -> DrawnPart | None:
@@ -445,7 +445,7 @@ class DeviceDraws:
             "batch%s. So the ranks draw others than one device from the next pass on, and the losses are as good. To "
             "compare the two, draw numbers with a dim of the rows in the model's forward, or pass them to the model; "
             "%s says nothing",
-            words_for(lines), tuple(x.shape), why, _RANK,
+            words_for(lines), tuple(x.shape), why, OWN_DRAWS,
         )  # fmt: skip
         self._is_known = False
 
@@ -458,7 +458,7 @@ class DeviceDraws:
                 "or an LSTM with dropout, where a rank cannot draw for all rows; or it sets torch's random state, as "
                 "torch.manual_seed and torch.random.fork_rng do. So the ranks draw others than one device from the "
                 "next pass on. For attention use attn_implementation='eager'; or pass %s, which says nothing",
-                type(current.module).__name__, _RANK,
+                type(current.module).__name__, OWN_DRAWS,
             )  # fmt: skip
             self._is_known = False
         if not self._is_known:
@@ -472,31 +472,3 @@ class DeviceDraws:
         if about not in self._logged:
             self._logged.add(about)
             logger.warning(text, *values)  # perhaps on this rank alone; equal texts are printed once
-
-
-class DrawingTime:
-    """Tells once if the parts of other ranks take a noticeable part of the first steps."""
-
-    def __init__(self) -> None:
-        self._steps, self._start, self._spent = 0, 0.0, 0.0
-
-    def begin(self) -> None:
-        """Begin a training pass."""
-        if self._steps > _TIMED:
-            return
-        now = time.perf_counter()
-        if self._steps == 1:  # the first step finds the forms of the draws
-            self._start, self._spent = now, 0.0
-        self._steps += 1
-        share = self._spent / max(now - self._start, 1e-9)
-        if self._steps > _TIMED and share > _SHARE and is_first_rank():
-            logger.info(
-                "each rank draws the random numbers of the whole batch, so that they are those of one device, which "
-                "takes %.0f %% of a step. %s draws those of the rank's rows alone",
-                100 * share, _RANK,
-            )  # fmt: skip
-
-    def add(self, seconds: float) -> None:
-        """Add time that the parts of other ranks have taken."""
-        if self._steps <= _TIMED:
-            self._spent += seconds

@@ -86,6 +86,7 @@ def part_of(
     of_rows = of_channels = of_tokens = None
     for dim, size in enumerate(own):
         known, count = form[dim], form[dim].entries(lengths)
+        has_tokens = known.tokens is not None and (known.fixed, known.each) == (0, 1)
         entries.append((total if known.has_rows else 1, count))
         local, rest = divmod(size, len(rows) if known.has_rows else 1)
         if known.has_rows:
@@ -96,7 +97,7 @@ def part_of(
             continue
         if known.tokens is None and local * tp.size == count and of_channels is None:
             of_channels = dim, tp.rank * local, local
-        elif shares_tokens and known.tokens is not None and (known.fixed, known.each) == (0, 1) and local == -(-count // tp.size):
+        elif shares_tokens and has_tokens and local == -(-count // tp.size):
             of = dim if known.has_rows else dim - 1
             if of_tokens is not None or of < 0 or (of < dim and form[of] != Dim(has_rows=True, fixed=1)):
                 return None

@@ -83,10 +83,10 @@ def has_rows_first(sizes: Sizes, rows: Sizes, passes: Sequence[Sequence[Operatio
                     if several[0] != rows:
                         return False
                     is_shown = True
-        elif along is not None and made and made[along] == sizes:
-            return False
-        elif sizes in made and (function in _MOVING or (given and not is_given and function not in _EQUAL)):
-            return False
+        elif sizes in made:
+            is_born = bool(given) and not is_given and function not in _EQUAL
+            if is_born or function in _MOVING or (along is not None and made[along] == sizes):
+                return False
     return is_shown
 
 

@@ -201,7 +201,8 @@ class DrawSites:
             again = [other.draws.get(place, ()) for other in others]
             forms: set[Form | None] = {None}
             if all(len(other) == len(drawn) for other in again):
-                forms = {_form(own, rest, sizes, names, are_rows_first) for own, *rest in zip(drawn, *again, strict=True)}
+                pairs = zip(drawn, *again, strict=True)
+                forms = {_form(own, rest, sizes, names, are_rows_first) for own, *rest in pairs}
             if not are_rows_known:  # a draw of the same shape may be of these rows
                 forms = {form if form and any(dim.has_rows for dim in form) else None for form in forms}
             # Fewer lines are those of several draws, of which a pass that has ended early shows some.

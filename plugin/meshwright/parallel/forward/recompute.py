@@ -41,7 +41,7 @@ def check_recompute(model: nn.Module, layers: int | None) -> None:
     """
     name = type(model).__name__
     if not can_recompute(model):
-        raise PlanError(f"ParallelPlan.recompute='full': {name} cannot recompute its layers. Leave recompute out of the plan")
+        raise PlanError(f"ParallelPlan.recompute='full': {name} cannot recompute its layers. Leave recompute out")
     if layers is None:
         return
     count = len(_layers(model))
