@@ -258,7 +258,8 @@ def short_model(
     roles = _roles(full, real_plan)
     tell("which layers")
     short, notes = _shortened(maker, full, plan)
-    notes += _without_dropout(short)
+    if max(plan.pp, plan.cp, plan.ep, plan.etp) > 1:  # whose draws are not those of one device
+        notes += _without_dropout(short)
     if not full_width:
         tell("which sizes")
         narrow, note = _narrowed(maker, short, roles, real_plan, plan)
