@@ -97,16 +97,17 @@ TYPES: dict[str, tuple[str, str | Callable[[], Batch]]] = {
     "t5": ("T5ForConditionalGeneration", "seq2seq"),
     "whisper": ("WhisperForConditionalGeneration", "seq2seq"),
     "vit_mae": ("ViTMAEForPreTraining", _images),
-    "wav2vec2": ("Wav2Vec2ForCTC", functools.partial(_sound, 8000)),
+    "wav2vec2": ("Wav2Vec2ForCTC", functools.partial(_sound, 4800)),
     "phimoe": ("PhimoeForCausalLM", "causal-lm"),
     "distilbert": ("DistilBertForSequenceClassification", "sequence-classification"),
     "electra": ("ElectraForSequenceClassification", "sequence-classification"),
     "pegasus": ("PegasusForConditionalGeneration", "seq2seq"),
     "xlnet": ("XLNetForSequenceClassification", "sequence-classification"),
     "funnel": ("FunnelForSequenceClassification", "sequence-classification"),
-    "speecht5": ("SpeechT5ForSpeechToText", functools.partial(_sound, 8000)),
+    "speecht5": ("SpeechT5ForSpeechToText", functools.partial(_sound, 4800)),
 }
-_FIELDS = {"wav2vec2": {"ctc_loss_reduction": "mean"}}  # a sum of rows is no loss under dp
+_NARROW: dict[str, Any] = {"conv_dim": [32] * 7}
+_FIELDS = {"speecht5": _NARROW, "wav2vec2": {"ctc_loss_reduction": "mean", **_NARROW}}  # a sum of rows is none of dp
 # Programs that draw in what they add to a Llama.
 ADDED: dict[str, Callable[[nn.Module], nn.Module]] = {"llama with LoRA": _with_lora, "llama with NEFTune": _with_noise}
 
