@@ -436,6 +436,6 @@ def _clear(twin: nn.Module) -> None:
 
 
 def _is_of_runtime(value: object) -> bool:
-    """Return whether a module's attribute is the runtime's, such as the loss of the global batch."""
+    """Return whether a module's attribute is the runtime's or an integration's, such as a loss of all ranks."""
     named = value if hasattr(value, "__qualname__") else type(value)
-    return str(getattr(named, "__module__", "")).startswith(f"{_RUNTIME}.")
+    return str(getattr(named, "__module__", "")).startswith((f"{_RUNTIME}.", f"{_RUNTIME}_hf."))
