@@ -19,7 +19,7 @@ import meshwright as mw
 from meshwright.parallel.draws import sites
 from meshwright.parallel.draws.drawing_time import DrawingTime
 from meshwright.parallel.draws.part import DrawnPart, draw_part
-from meshwright.parallel.draws.row_order import Operation, has_rows_first
+from meshwright.parallel.draws.row_order import SeenOperation, has_rows_first
 from support.exact import Float64
 from support.logs import logged
 
@@ -303,7 +303,7 @@ def test_a_view_shows_the_order_of_rows_and_tokens() -> None:
             def shape(letters: str, sizes: dict[str, int] = sizes) -> tuple[int, ...]:
                 return tuple(sizes[letter] for letter in letters)
 
-            passes.append([Operation(of, (shape(x),) if x else (), shape(y)) for of, x, y in operations])
+            passes.append([SeenOperation(of, (shape(x),) if x else (), shape(y)) for of, x, y in operations])
         return has_rows_first((56, 112, 52), (4, 8, 4), passes)
 
     joined, split = (aten.view.default, "bsh", "nh"), (aten.view.default, "nh", "bsh")

@@ -278,7 +278,8 @@ def test_the_short_model_keeps_what_matters_to_a_plan(tmp_path: Path) -> None:
     assert short.intermediate_size % plan.tp == 0
     assert not any("ropout" in note for note in notes)
     apart = mw.ParallelPlan(pp=2)  # whose stages draw for themselves
-    assert "Dropout is off: attention_dropout." in shortened(tmp_path, config, apart, apart)[1]
+    (other := tmp_path / "apart").mkdir()
+    assert "Dropout is off: attention_dropout." in shortened(other, config, apart, apart)[1]
 
 
 def test_full_width_keeps_all_sizes(tmp_path: Path) -> None:

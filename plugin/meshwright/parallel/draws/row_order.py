@@ -31,7 +31,7 @@ Shape = tuple[int, ...]
 Sizes = tuple[int, ...]  # of a dim in each of the passes
 
 
-class Operation(NamedTuple):
+class SeenOperation(NamedTuple):
     """An operation of a pass, with the shapes of its arguments and of its first result.
 
     Args:
@@ -47,7 +47,7 @@ class Operation(NamedTuple):
     along: int | None = None
 
     @classmethod
-    def of(cls, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Operation:
+    def of(cls, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> SeenOperation:
         """Return what is kept of an operation."""
         given = []
         for x in args:
@@ -58,7 +58,7 @@ class Operation(NamedTuple):
         return cls(function, tuple(given), made, along)
 
 
-def has_rows_first(sizes: Sizes, rows: Sizes, passes: Sequence[Sequence[Operation]]) -> bool:
+def has_rows_first(sizes: Sizes, rows: Sizes, passes: Sequence[Sequence[SeenOperation]]) -> bool:
     """Return whether all entries of a row come before those of the next one, as far as operations show it.
 
     Args:

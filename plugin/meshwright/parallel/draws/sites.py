@@ -27,7 +27,7 @@ from meshwright.errors import PlanError
 from meshwright.layout.tensor_layout import layout_if_any
 from meshwright.parallel.batch.schema import TOKENS, BatchSchema
 from meshwright.parallel.draws.kernels import apart
-from meshwright.parallel.draws.row_order import Operation, Sizes, has_rows_first
+from meshwright.parallel.draws.row_order import SeenOperation, Sizes, has_rows_first
 from meshwright.parallel.fake_passes.fake_pass import run_again_without_values
 from meshwright.parallel.foreign_hooks import hook_tables
 from meshwright.parallel.method_chain import find_chain
@@ -58,7 +58,7 @@ class _Seen:
     """The draws of a pass at some lines, in their order, and its operations."""
 
     draws: dict[Lines, list[_Drawn]] = field(default_factory=lambda: defaultdict(list))
-    operations: list[Operation] = field(default_factory=list)
+    operations: list[SeenOperation] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -356,7 +356,7 @@ class _DrawWatch(TorchDispatchMode):
             drawn = result[0] if isinstance(result, tuple) else result
             numbers = tuple(x for x in (*args, *kwargs.values()) if type(x) in (int, float))
             self.seen.draws[lines_to(sys._getframe(1))].append(_Drawn(tuple(drawn.shape), numbers))
-        self.seen.operations.append(Operation.of(func, args, kwargs, result))
+        self.seen.operations.append(SeenOperation.of(func, args, kwargs, result))
         return result
 
 
