@@ -214,6 +214,9 @@ families: $(INSTALLED)
 	-$(BIN)/python -m conformance.families.reach --results build/reach.jsonl
 	$(BIN)/python -m conformance.families.reach_page build/reach.jsonl
 	rm build/reach.jsonl
+	-$(BIN)/python -m conformance.families.draws --results build/draws.jsonl
+	$(BIN)/python -m conformance.families.draws_page build/draws.jsonl
+	rm build/draws.jsonl
 
 random-kills: $(INSTALLED)
 	$(BIN)/python -m conformance.random_kills

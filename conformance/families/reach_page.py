@@ -23,8 +23,9 @@ import typer
 from conformance.families.kept_results import read
 from conformance.families.markdown import paragraph, table
 from conformance.families.parity import TOLERANCE
-from conformance.families.reach import PLANS, STATUSES, Cell
+from conformance.families.reach import PLANS
 from conformance.families.tiny_models import MAPPINGS, types_of
+from conformance.families.type_ranks import STATUSES, Cell
 
 EVIDENCE = Path(__file__).resolve().parents[2] / "evidence"
 PAGE, DATA = EVIDENCE / "models.md", EVIDENCE / "models.json"
@@ -119,7 +120,7 @@ def render(versions: Mapping[str, str], rows: list[Row]) -> str:
                 f"transformers {versions['transformers']} under {len(PLANS)} plans on two ranks, with torch "
                 f"{versions['torch']}. Each type is a tiny model with random weights, which has every kind of layer "
                 "that its default config has, and further kinds that its code names where such a config is valid. "
-                "Dropout, noise and other random draws are off, since they differ by design. A "
+                "Dropout, noise and other random draws are off here; [draws.md](draws.md) has them. A "
                 "batch has two rows, each with an image or a sound if the mapping says so. A program says what its "
                 "loss averages over if that is not known, and gathers the logits or freezes the statistics of batch "
                 "norms if an error asks for it. Of a type that only generates, the part that computes a loss runs. A "

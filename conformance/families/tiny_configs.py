@@ -110,6 +110,7 @@ class Shrinker:
         every_kind: whether layers of kinds that the default does not have, but the model's code knows, are added.
         fills: whether sizes that the default leaves open get a value.
         twice: whether each kind of layer is there twice, as where layers of a kind share weights.
+        draws: whether dropout, noise and masks stay as the default has them; otherwise they are off.
         fields: values of attributes that replace those of the rules, for the outermost config (a dotted name for one
             in it).
     """
@@ -118,6 +119,7 @@ class Shrinker:
     every_kind: bool = True
     fills: bool = False
     twice: bool = False
+    draws: bool = False
     fields: Mapping[str, Any] = field(default_factory=dict)
 
     def tiny(self, default: PretrainedConfig, prefix: str = "") -> PretrainedConfig:
@@ -176,7 +178,7 @@ class Shrinker:
             case int():
                 return _shrunk(name, value)
             case float():
-                return 0.0 if _RANDOM.search(name) else value
+                return 0.0 if _RANDOM.search(name) and not self.draws else value
             case [[int(), int()], *_] if "pinpoints" in name:
                 return [[IMAGE, IMAGE]]
             case list() | tuple() if value and all(isinstance(x, int) and not isinstance(x, bool) for x in value):

@@ -148,7 +148,7 @@ def tiny(mapping: str, model_type: str) -> Tiny:
         words = Words()
         try:
             config = _known(model_type) if way is None else Shrinker(words, fields=fields, **way).tiny(default)
-            _prepare(config)
+            prepare(config)
             with torch.device("meta"):
                 size = sum(parameter.numel() for parameter in kind(copy.deepcopy(config)).parameters())
             if size > _LARGEST:
@@ -193,7 +193,7 @@ def _known(model_type: str) -> PretrainedConfig:
     return models.tiny_config(model_type, **sizes, **fields)
 
 
-def _prepare(config: PretrainedConfig) -> None:
+def prepare(config: PretrainedConfig) -> None:
     """Let a config and those in it have a word for padding, and no cache."""
     for owner in (config, *(v for v in vars(config).values() if isinstance(v, PretrainedConfig))):
         owner._experts_implementation = "eager"  # torch's grouped matrix multiplication has no float64

@@ -101,7 +101,7 @@ def render(rows: Sequence[Row], plans: Sequence[str], versions: Mapping[Source, 
         "batches of a process, and rounds it up. So the row marked as an epoch has 96 rows, which is divisible by the "
         "batches, dp and accumulation. With 98 rows it differed by 3e-2 under dp2: the learning rate ended after 6.5 "
         "updates instead of 7. Pass `--max_train_steps` for other numbers of rows.",
-        "- Dropout is 0, since a plan draws other masks ([equality.md](../docs/equality.md#by-design)).",
+        "- Dropout is 0; [draws.md](draws.md) compares models with their own rates.",
         "",
         "Not run:",
         "",

@@ -79,8 +79,24 @@ def seed_all(seed: int, of_numpy: int | list[int]) -> None:
     torch.default_generator.manual_seed(seed)
 
 
+class HostStates:
+    """The states of numpy and Python when this is made."""
+
+    def __init__(self) -> None:
+        self._states = _of_host()
+
+    @property
+    def are_unchanged(self) -> bool:
+        """Whether neither has drawn since."""
+        return _is_same(_of_host(), self._states)
+
+
+def _of_host() -> tuple[Any, ...]:
+    return np.random.get_state(), random.getstate()
+
+
 def _common() -> tuple[Any, ...]:
-    return torch.get_rng_state(), np.random.get_state(), random.getstate()
+    return torch.get_rng_state(), *_of_host()
 
 
 def _state_of(x: Any) -> Any:

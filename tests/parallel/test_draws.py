@@ -8,6 +8,7 @@ import threading
 from typing import Any, Literal
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,7 +18,9 @@ from torch import Tensor, nn
 import meshwright as mw
 from meshwright.optim.runtime import runtime_of
 from meshwright.parallel.draws import sites
+from meshwright.parallel.draws.drawing_time import DrawingTime
 from meshwright.parallel.draws.part import DrawnPart, draw_part
+from meshwright.parallel.draws.row_order import SeenOperation, has_rows_first
 from support.exact import Float64
 from support.logs import logged
 
@@ -60,6 +63,10 @@ def made(name: str) -> Any:
             **SIZES, **sizes, **noise, num_key_value_heads=2, num_local_experts=4, experts_implementation="eager"
         )
         return transformers.PhimoeForCausalLM(config)
+    if name == "opt":  # whose draws have the rows and the tokens in one dim
+        sizes = {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 64, "num_hidden_layers": 2}
+        more = {"num_attention_heads": 4, "max_position_embeddings": 16}
+        return transformers.OPTForCausalLM(transformers.OPTConfig(**SIZES, **sizes, **more))
     if name == "t5":
         sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 1}
         return transformers.T5ForConditionalGeneration(transformers.T5Config(**SIZES, **sizes, dropout_rate=0.2))
@@ -78,7 +85,8 @@ def batch(name: str, number: int) -> dict[str, Tensor]:
     ids = torch.randint(3, WORDS, (ROWS, LENGTH), generator=torch.Generator().manual_seed(number))
     if name == "noisy":
         return {"x": ids.double() / WORDS, "labels": ids[:, 0] % 3}
-    labels = {"gpt2": ids, "phimoe": ids, "t5": ids[:, : 4 + number % 2].contiguous(), "bert": ids[:, 0] % 3}[name]
+    words = {"gpt2": ids, "phimoe": ids, "opt": ids, "t5": ids[:, : 4 + number % 2].contiguous()}
+    labels = {**words, "bert": ids[:, 0] % 3}[name]
     return {"input_ids": ids, "labels": labels}
 
 
@@ -89,7 +97,7 @@ def trained(name: str, plan: str | None, dp: int = 1) -> list[float]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         if plan is not None:
             averages = "rows" if name == "noisy" else None
-            config = mw.ToDistributedConfig(plan=plan, loss_averages_over=averages, draws="device")
+            config = mw.ToDistributedConfig(plan=plan, loss_averages_over=averages)
             model, optimizer, _ = mw.to_distributed(model, optimizer, config=config)
         torch.manual_seed(7)
         found = []
@@ -119,6 +127,7 @@ CASES = [
     ("t5", "pp2 mb2 schedule=gpipe", 1),
     ("gpt2", "cp2 context=ring mb1 recompute=full", 1), ("bert", "cp2 mb1", 1), ("t5", "cp2 recompute=full", 1),
     ("phimoe", "tp2+sp ep2", 1), ("phimoe", "dp2 etp2", 2),
+    ("opt", "dp2", 2), ("opt", "tp2+sp ga2", 1),
 ]  # fmt: skip
 OF_FOUR = [
     ("bert", "pp2 dp2 mb1", 2), ("gpt2", "pp2 tp2+sp mb2", 1), ("gpt2", "pp2 cp2 context=ring mb1", 1),
@@ -153,6 +162,8 @@ class Unplaced(nn.Module):
             x = x.index_add(0, torch.tensor([0]), torch.rand(1 + int(x.sum() > 1), LENGTH).sum(0, keepdim=True))
         if self.kind == "kernel":
             x = x + torch.poisson(x.abs())
+        if self.kind == "host":
+            x = x + torch.from_numpy(np.random.rand(len(x), 1).astype("float32"))
         if self.kind == "bounds":
             x = x + torch.randint(0, 10 * len(x), (len(x), 1))
         if self.kind == "choice":
@@ -182,7 +193,7 @@ def test_draws_that_are_not_those_of_one_device_are_told_of_once(pool2: Any) -> 
     """The ranks then go on from the same random state, whatever they have drawn."""
     kinds = "values", "bounds", "choice", "permutation", "order"
     words = dict.fromkeys(kinds, "Unplaced.forward, test_draws.py:")
-    words |= {"kernel": "inside of a kernel", "seeds": "Seed all ranks"}
+    words |= {"kernel": "inside of a kernel", "seeds": "Seed all ranks", "host": "by numpy"}
     for kind, word in words.items():
         (said, drawn), (others, other) = pool2.run(told, kind)
         assert said == others and len(said) == 1 and word in said[0] and "draws='rank'" in said[0], said
@@ -225,7 +236,7 @@ def called(kind: str, plan: str | None = "dp2") -> tuple[list[float], list[str],
     model: Any = Called(kind).double()
     rows = slice(None)
     if plan is not None:
-        config = mw.ToDistributedConfig(plan=plan, loss_averages_over="rows", draws="device")
+        config = mw.ToDistributedConfig(plan=plan, loss_averages_over="rows")
         model, rows = mw.to_distributed(model, config=config)[0], slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
     generator, labels = torch.Generator().manual_seed(1), torch.tensor([0, 1, 2, 0])
     torch.manual_seed(5)
@@ -267,7 +278,7 @@ def test_a_draw_belongs_to_the_call_that_makes_it(pool2: Any) -> None:
 
 def numbers_beside_an_interrupted_pass() -> list[float]:
     """What the program draws after each of four steps, the second of which is interrupted."""
-    model = mw.to_distributed(Called("interrupted"), config=mw.ToDistributedConfig(plan="dp2"))[0]
+    model = mw.to_distributed(Called("interrupted"), config=mw.ToDistributedConfig(plan="dp2", draws="rank"))[0]
     torch.manual_seed(5)
     found = []
     for _ in range(4):
@@ -354,7 +365,7 @@ def test_stages_draw_alike_or_stop_together(pool2: Any) -> None:
 
 def apart() -> tuple[list[str], list[float]]:
     torch.manual_seed(0)
-    model = mw.to_distributed(made("bert"), config=mw.ToDistributedConfig(plan="dp2 tp2", draws="device"))[0].train()
+    model = mw.to_distributed(made("bert"), config=mw.ToDistributedConfig(plan="dp2 tp2"))[0].train()
     with logged(level=logging.WARNING) as said:
         losses = []
         for number in range(3):
@@ -377,3 +388,39 @@ def test_a_whole_draw_without_memory_names_the_cure() -> None:
     part = DrawnPart((size,), ((size, 1),), rows=(0, 0, 2))
     with pytest.raises(mw.PlanError, match=r"no room .*shape \(17592186044416,\).*\(2,\).*draws='rank'"):
         draw_part(part, Tensor.uniform_, (torch.empty(2),), {})
+
+
+def test_a_view_shows_the_order_of_rows_and_tokens() -> None:
+    """Rows of tokens one after the other are known as such, unless an operation may have moved them."""
+    aten = torch.ops.aten
+
+    def is_known(*operations: tuple[Any, str, str]) -> bool:
+        passes = []
+        for rows, tokens in ((4, 14), (8, 14), (4, 13)):
+            sizes = {"b": rows, "s": tokens, "n": rows * tokens, "h": 56}
+
+            def shape(letters: str, sizes: dict[str, int] = sizes) -> tuple[int, ...]:
+                return tuple(sizes[letter] for letter in letters)
+
+            passes.append([SeenOperation(of, (shape(x),) if x else (), shape(y)) for of, x, y in operations])
+        return has_rows_first((56, 112, 52), (4, 8, 4), passes)
+
+    joined, split = (aten.view.default, "bsh", "nh"), (aten.view.default, "nh", "bsh")
+    assert is_known(joined) and is_known((aten.rand.default, "", "nh"), split)
+    assert is_known(joined, (aten.view.default, "h", "h"), (aten.mm.default, "nh", "nh"))
+    assert not is_known((aten.mm.default, "nh", "nh"))  # nothing shows it
+    assert not is_known(joined, (aten.view.default, "sbh", "nh"))
+    assert not is_known(joined, (aten.view.default, "hsb", "hn"))
+    assert not is_known(joined, (aten.index.Tensor, "nh", "nh"))
+    assert not is_known(joined, (aten.cat.default, "bh", "nh"))
+
+
+def test_a_line_tells_what_the_numbers_of_other_ranks_take(caplog: pytest.LogCaptureFixture) -> None:
+    for seconds, count in ((0.0, 0), (1.0, 1)):
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "meshwright"):
+            cost = DrawingTime()
+            for _ in range(8):
+                cost.begin()
+                cost.add(seconds)
+        assert caplog.text.count("ToDistributedConfig(draws='rank')") == count

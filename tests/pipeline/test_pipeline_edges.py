@@ -74,8 +74,10 @@ def test_a_rank_holds_its_stages_only(plan: dict[str, Any], pool2: Any) -> None:
 
 
 def dropout_masks(plan: dict[str, Any]) -> tuple[list[float], list[torch.Tensor]]:
-    """Two losses on the same batch, and the masks that one dropout of each layer draws, as sums of its output."""
-    model = distributed(plan, "llama", attention_dropout=0.3)
+    """Two losses on the same batch, and what a hook of each layer draws, where each rank draws for itself."""
+    model = build("llama", num_hidden_layers=4, attention_dropout=0.3).train()
+    config = mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan), draws="rank")
+    model = mw.to_distributed(model, config=config)[0]
     drawn: list[torch.Tensor] = []
     held = {id(p) for p in model.parameters() if layout_of(p).is_held}
     for layer in model.model.layers:

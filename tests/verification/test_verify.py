@@ -265,7 +265,7 @@ def shortened(folder: Path, config: Any, real: mw.ParallelPlan, plan: mw.Paralle
 
 
 def test_the_short_model_keeps_what_matters_to_a_plan(tmp_path: Path) -> None:
-    """Two key heads on eight ranks, an odd vocabulary, and dropout, which is off."""
+    """Two key heads on eight ranks, an odd vocabulary, and dropout."""
     real, plan = mw.ParallelPlan(dp=8, tp=8), mw.ParallelPlan(dp=2, tp=4)
     sizes = {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 16, "num_hidden_layers": 12}
     config = LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=32001, attention_dropout=0.1, pad_token_id=32000)
@@ -274,9 +274,12 @@ def test_the_short_model_keeps_what_matters_to_a_plan(tmp_path: Path) -> None:
     assert short.num_attention_heads % plan.tp == 0
     assert short.vocab_size % plan.tp
     assert short.pad_token_id < short.vocab_size
-    assert short.attention_dropout == 0.0
+    assert short.attention_dropout == 0.1
     assert short.intermediate_size % plan.tp == 0
-    assert any("attention_dropout" in note for note in notes)
+    assert not any("ropout" in note for note in notes)
+    apart = mw.ParallelPlan(pp=2)  # whose stages draw for themselves
+    (other := tmp_path / "apart").mkdir()
+    assert "Dropout is off: attention_dropout." in shortened(other, config, apart, apart)[1]
 
 
 def test_full_width_keeps_all_sizes(tmp_path: Path) -> None:

@@ -173,6 +173,7 @@ def install(build: Build, optimizer: Optimizer | None, *, seed: int) -> None:
             streams=streams,
             format=build.runtime.features.get(BatchFormat),
             is_on=build.draws_as_one_device,
+            shares_tokens=build.shares_tokens,
             wholes=build.wholes,
         )
     )

@@ -168,6 +168,12 @@ class Decision(Call):
         return self.tensor_structure is not None and self.tensor_structure.is_sequence_parallel
 
     @property
+    def shares_tokens(self) -> bool:
+        """Whether each rank of tp may have its own tokens, between the blocks or where they are routed to experts."""
+        structure = self.tensor_structure
+        return structure is not None and (structure.is_sequence_parallel or bool(structure.routed))
+
+    @property
     def sharded_words(self) -> int:
         """The number of words in the full vocabulary if tp shards it, and otherwise 0."""
         return self.tensor_structure.vocab_size if self.tensor_structure else 0

@@ -96,9 +96,9 @@ class ToDistributedConfig:
             under ZeRO stages 1 and 2, where each step copies one rank's result to all ranks. All of it is also compared
             before every save, and in the first steps if forward writes tensors of the model. Tokens and the
             optimizer's settings are compared in every step.
-        draws: what a forward draws at random, such as the masks of dropout. "rank": each rank draws for what it
-            computes, from a stream of its own. "device": what one device draws with the same seed, under all axes but
-            pp; each rank then draws for the whole batch, and keeps its part (docs/equality.md).
+        draws: what a forward draws at random, such as the masks of dropout. "device": what one device draws with the
+            same seed; each rank draws for the whole batch, and keeps its part (docs/equality.md). "rank": each rank
+            draws for what it computes, from a stream of its own.
         logging_steps: number of steps from one status line to the next; None shows neither the card at the start nor
             lines. Rank 0 prints them: loss, norm, throughput, MFU, memory and the slowest rank; see docs/monitoring.md.
         logging_dir: folder of the file ``meshwright.jsonl``, to which rank 0 appends the figures of each line, for
@@ -131,7 +131,7 @@ class ToDistributedConfig:
     engine: str | None = None
     loader: LoaderOptions = LoaderOptions()  # noqa: RUF009  # it is frozen
     check_replicas_every: int | None = None
-    draws: Literal["device", "rank"] = "rank"
+    draws: Literal["device", "rank"] = "device"
     logging_steps: int | None = None
     logging_dir: str | os.PathLike[str] | None = None
     max_steps: int | None = None

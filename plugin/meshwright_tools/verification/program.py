@@ -25,6 +25,7 @@ from meshwright.parallel.batch.document_rows import RowDocuments
 from meshwright.parallel.losses.head_losses import find_loss
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.progress import is_first_rank
+from meshwright.random_states import seed_all
 from meshwright.roles.adapters import without_wrappers
 from meshwright.roles.blocks import mixers_of
 from meshwright_tools.verification.batch_cases import Case, given_cases, token_cases
@@ -165,9 +166,15 @@ class Training:
             total += loss.item()
         return total
 
+    def _seed(self, moment: int) -> None:
+        """Seed what a step draws, such as the masks of dropout, which are those of one device under the plan too."""
+        seed = self.program.seed + moment
+        seed_all(seed, seed)
+
     def first_passes(self) -> Iterator[tuple[Case, Numbers]]:
         """Yield each case with its numbers at the initial weights."""
         for case, batches in self.batches():
+            self._seed(0)
             yield case, self.numbers(case, batches, has_gradients=True)
             self.optimizer.zero_grad()
 
@@ -177,6 +184,7 @@ class Training:
         while left > 0:
             for case, batches in self.batches():
                 if left > 0:
+                    self._seed(left)
                     yield self.numbers(case, batches, has_gradients=False)
                     self.optimizer.step()
                     self.optimizer.zero_grad()

@@ -261,7 +261,8 @@ def short_model(
     roles = _roles(full, real_plan)
     tell("which layers")
     short, notes = _shortened(maker, full, plan)
-    notes += _without_dropout(short)
+    if plan.ep * plan.etp > 1:  # dropout inside of experts has the tokens that came to a rank
+        notes += _without_dropout(short)
     if not full_width:
         tell("which sizes")
         narrow, note = _narrowed(maker, short, roles, real_plan, plan)

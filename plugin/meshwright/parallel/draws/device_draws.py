@@ -37,7 +37,7 @@ from meshwright.parallel.autograd_graph import in_backward
 from meshwright.parallel.batch.items import BatchFormat
 from meshwright.parallel.batch.schema import BatchSchema
 from meshwright.parallel.batch.share import share_of
-from meshwright.parallel.draws.drawing_time import DrawingTime
+from meshwright.parallel.draws.drawing_time import OWN_DRAWS, DrawingTime
 from meshwright.parallel.draws.kernels import (
     Call,
     advance,
@@ -54,12 +54,14 @@ from meshwright.parallel.draws.score_blocks import ScoreBlock, ScoreBlocks, runn
 from meshwright.parallel.draws.sites import BatchSizes, DrawSites, Lines, lines_to, words_for
 from meshwright.parallel.dropout_streams import DropoutStreams, Restore, is_capturing
 from meshwright.parallel.sequence_parts import Parted, SequenceParts
+from meshwright.random_states import HostStates
 from meshwright.temporarily import temporarily
 
 logger = logging.getLogger(__name__)
 
-_RANK = "ToDistributedConfig(draws='rank')"  # what to write instead
-_CURE = f"Seed all ranks alike, torch.manual_seed(0), and draw on all ranks alike between the steps; or pass {_RANK}"
+_CURE = (
+    f"Seed all ranks alike, torch.manual_seed(0), and draw on all ranks alike between the steps; or pass {OWN_DRAWS}"
+)
 _MOST = 2**15  # draws whose parts are known again when backward computes a layer again
 _FIRST, _EVERY = 3, 50  # the first steps, in which the ranks compare their random states, and every so many
 
@@ -137,6 +139,11 @@ class _Pass:
     def is_whole(self) -> bool:
         """Whether what runs now is all that one device runs, so that it draws alike also inside of kernels."""
         return self.is_alone and len(self.rows) == self.total
+
+    @property
+    def has_part(self) -> bool:
+        """Whether it does not run all rows of the global batch at once."""
+        return self.dp.size > 1 or (self.part is not None and len(self.part) < self.schema.rows)
 
     @property
     def rows(self) -> range:
@@ -276,6 +283,7 @@ class DeviceDraws:
         streams: the streams from which ranks draw where ``is_on`` is False.
         format: what the inputs of the model mean.
         is_on: whether the ranks draw as one device does.
+        shares_tokens: whether ranks of tp have parts of the tokens.
         wholes: for modules that have read the sizes of a rank's part: what they had read of the whole.
     """
 
@@ -286,20 +294,22 @@ class DeviceDraws:
         streams: DropoutStreams,
         format: BatchFormat,
         is_on: bool,
+        shares_tokens: bool,
         wholes: Mapping[nn.Module, Mapping[str, Any]],
     ) -> None:
         self.is_on, self._mesh, self._streams, self._format = is_on, mesh, streams, format
-        self._sites = DrawSites(wholes)
+        self._sites, self._shares_tokens = DrawSites(wholes), shares_tokens
         self._is_known = True
         streams.is_on = not is_on
         self._logged: set[str] = set()
+        self._passes = 0  # that train
         self._state: str | None = None  # before the last pass
         self._moment, self._rows = "", 0
         self._meetings: dict[str, int] = {}
         self._may_be_on, self._compares, self._has_drawn, self._differs = is_on, is_on, False, False
         self._prompts = ""  # a digest of what generate has sampled for, other than the loader's batches
         self._stops = False  # whether a stage waits until all stages of its pipeline stop
-        self._cost = DrawingTime(_RANK)
+        self._cost = DrawingTime()
         self.parted: Parted | None = None  # what knows which tokens this rank of cp has
 
     @property
@@ -357,7 +367,7 @@ class DeviceDraws:
                         "do, and that are no tensors of a batch of the loader as it yielded them. So the tokens are "
                         "others than on one device, and the ranks draw for themselves from now on. Generate for the "
                         "loader's own tensors, and for the same other prompts on all ranks; or pass %s",
-                        _RANK,
+                        OWN_DRAWS,
                     )  # fmt: skip
                 self._prompts = ""
 
@@ -396,6 +406,7 @@ class DeviceDraws:
             self._streams.count(trains=trains)
         if trains and self.is_on:
             self._cost.begin()
+        of_host = HostStates() if trains and self.is_on and self._count_pass() <= _FIRST else None
 
         def end() -> None:
             with _process.lock:
@@ -408,6 +419,8 @@ class DeviceDraws:
                 restore()
             elif not is_interrupted and current.drew:
                 self._end(current)
+            if of_host is not None and current.has_part and not of_host.are_unchanged:
+                self._tell_of_host(current.module)
 
         return end
 
@@ -482,8 +495,12 @@ class DeviceDraws:
             "generate draws random numbers that are not those of its tokens, as a processor of logits may, or inside "
             "of a kernel. So the ranks sample others than one device from now on. Draw them from a torch.Generator of "
             "their own; or pass %s, which says nothing",
-            _RANK,
+            OWN_DRAWS,
         )
+
+    def _count_pass(self) -> int:
+        self._passes += 1
+        return self._passes
 
     def begin_slice(self, rows: range) -> None:
         """Begin a micro-batch of the running pass, which draws what the whole pass draws, and has some of its rows."""
@@ -527,7 +544,7 @@ class DeviceDraws:
                 "%s draws from a torch.Generator that no module has as an attribute, so the stages of the pipeline "
                 "cannot hand on its state, and draw others than one device from the next pass on. Make it an attribute "
                 "of the model, model.generator = generator; or pass %s, which says nothing",
-                words_for(lines), _RANK,
+                words_for(lines), OWN_DRAWS,
             )  # fmt: skip
             self._is_known = False
         elif part is None:
@@ -574,6 +591,16 @@ class DeviceDraws:
                 type(module).__name__, _CURE,
             )  # fmt: skip
 
+    def _tell_of_host(self, module: nn.Module) -> None:
+        """Tell that a forward draws what torch does not draw."""
+        self._tell_once(
+            "host",
+            "the forward of %s draws random numbers by numpy or by Python's random module, and each rank and each "
+            "micro-batch draws for its own rows, so they are others than those of one device. Draw them by torch, or "
+            "pass what they decide to the model, such as mask_time_indices; %s, which says nothing",
+            type(module).__name__, f"or pass {OWN_DRAWS}",
+        )  # fmt: skip
+
     def _part(self, current: _Pass, lines: Lines, x: Tensor) -> DrawnPart | None:
         """Return the part of a draw that this rank keeps; None if it is not known."""
         if current.is_whole:
@@ -584,7 +611,7 @@ class DeviceDraws:
         parts_of_rows = SequenceParts(cp) if self.parted is None else self.parted.parts
         of = functools.partial(
             part_of, rows=current.rows, total=current.total, lengths=sizes.lengths, tp=tp, parts=parts_of_rows,
-            block=running_block(),
+            block=running_block(), shares_tokens=self._shares_tokens,
         )  # fmt: skip
         for _ in range(2):
             forms = self._sites.find(lines, sizes, is_inner=running_block() is not None)
@@ -612,7 +639,7 @@ class DeviceDraws:
             "batch%s. So the ranks draw others than one device from the next pass on, and the losses are as good. To "
             "compare the two, draw numbers with a dim of the rows in the model's forward, or pass them to the model; "
             "%s says nothing",
-            words_for(lines), tuple(x.shape), why, _RANK,
+            words_for(lines), tuple(x.shape), why, OWN_DRAWS,
         )  # fmt: skip
         self._is_known = False
 
@@ -625,7 +652,7 @@ class DeviceDraws:
                 "or an LSTM with dropout, where a rank cannot draw for all rows; or it sets torch's random state, as "
                 "torch.manual_seed and torch.random.fork_rng do. So the ranks draw others than one device from the "
                 "next pass on. For attention use attn_implementation='eager'; or pass %s, which says nothing",
-                type(current.module).__name__, _RANK,
+                type(current.module).__name__, OWN_DRAWS,
             )  # fmt: skip
             self._is_known = False
         if not self._is_known:

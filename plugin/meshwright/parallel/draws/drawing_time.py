@@ -1,4 +1,4 @@
-"""Tells if drawing as one device takes a noticeable part of the first steps."""
+"""The time that a rank draws for other ranks, of which a line tells where it is much of a step."""
 
 from __future__ import annotations
 
@@ -9,18 +9,14 @@ from meshwright.progress import is_first_rank
 
 logger = logging.getLogger(__name__)
 
+OWN_DRAWS = "ToDistributedConfig(draws='rank')"  # what to write instead
 _TIMED, _SHARE = 5, 0.02  # the first steps, and the part of their time of which a line tells
 
 
 class DrawingTime:
-    """Tells once if the parts of other ranks take a noticeable part of the first steps.
+    """Tells once if the parts of other ranks take a noticeable part of the first steps."""
 
-    Args:
-        instead: what to write to draw a rank's part alone.
-    """
-
-    def __init__(self, instead: str) -> None:
-        self._instead = instead
+    def __init__(self) -> None:
         self._steps, self._start, self._spent = 0, 0.0, 0.0
 
     def begin(self) -> None:
@@ -36,7 +32,7 @@ class DrawingTime:
             logger.info(
                 "each rank draws the random numbers of the whole batch, so that they are those of one device, which "
                 "takes %.0f %% of a step. %s draws those of the rank's rows alone",
-                100 * share, self._instead,
+                100 * share, OWN_DRAWS,
             )  # fmt: skip
 
     def add(self, seconds: float) -> None:

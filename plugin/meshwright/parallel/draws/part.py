@@ -79,6 +79,7 @@ def part_of(
     tp: Axis,
     parts: SequenceParts,
     block: ScoreBlock | None,
+    shares_tokens: bool,
 ) -> DrawnPart | None:
     """Return the part of a draw that a rank keeps; None if its shape does not show it.
 
@@ -91,6 +92,7 @@ def part_of(
         tp: the axis whose ranks have parts of heads, channels or tokens.
         parts: how the ranks of cp share a sequence.
         block: which of attention's scores are drawn; None for anything else.
+        shares_tokens: whether the ranks of tp may have parts of the tokens.
     """
     entries: list[tuple[int, int]] = []
     of_rows = of_channels = of_tokens = None
@@ -120,7 +122,7 @@ def part_of(
             continue
         if known.tokens is None and local * shares == count and of_channels is None:
             of_channels = dim, share * local, local
-        elif is_of_tokens and local == -(-held // tp.size):
+        elif shares_tokens and is_of_tokens and local == -(-held // tp.size):
             of = dim if known.has_rows else dim - 1
             if of_tokens is not None or of < 0 or (of < dim and form[of] != Dim(has_rows=True, fixed=1)):
                 return None

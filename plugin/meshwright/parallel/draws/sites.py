@@ -250,7 +250,7 @@ def _shorter(schema: BatchSchema, length: int) -> dict[str, Any]:
         if isinstance(x, list | tuple):
             return rebuilt(x, [shorter(f"{name}.{i}", item) for i, item in enumerate(x)])
         is_so_long = name in schema.tensors and _has_tokens(name, x, schema.rows) and x.shape[1] == length
-        return x[:, :-1] if is_so_long else x
+        return x[:, :-1].contiguous() if is_so_long else x
 
     found: dict[str, Any] = shorter("", schema.batch)
     return found

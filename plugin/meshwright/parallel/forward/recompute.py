@@ -36,7 +36,7 @@ def check_recompute(model: nn.Module, layers: int | None) -> None:
     """
     name = type(model).__name__
     if not can_recompute(model):
-        raise PlanError(f"ParallelPlan.recompute='full': {name} has no gradient_checkpointing_enable")
+        raise PlanError(f"ParallelPlan.recompute='full': {name} cannot recompute its layers. Leave recompute out")
     if layers is None:
         return
     count = len(_layers(model))
@@ -171,6 +171,6 @@ def _layers(model: nn.Module) -> list[nn.Module]:
 
 
 def _switch(model: nn.Module) -> Callable[[dict[str, bool]], object] | None:
-    """Return the method that turns recomputation on, or None."""
-    name = recompute_switch(model)
+    """Return the method that turns recomputation on, or None; transformers gives one to models that raise in it."""
+    name = recompute_switch(model) if getattr(model, "supports_gradient_checkpointing", True) else None
     return None if name is None else getattr(model, name)
