@@ -43,7 +43,7 @@ from support.exact import gradient_differences
 from support.logs import logged
 
 PLANS = (
-    "dp2", "dp2 zero3", "tp2", "tp2+sp", "mb2", "dp2 recompute=full", "dp2 mb1", "dp2 tp2+sp zero1",
+    "dp2", "dp2 zero3", "tp2", "tp2+sp", "pp2 mb1", "cp2", "mb2", "dp2 recompute=full", "dp2 mb1", "dp2 tp2+sp zero1",
 )  # fmt: skip
 STATUSES = ("equal", "told", "refused", "differs", "crashes")
 STEPS = 5

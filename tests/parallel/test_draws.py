@@ -20,7 +20,6 @@ from meshwright.optim.runtime import runtime_of
 from meshwright.parallel.draws import sites
 from meshwright.parallel.draws.drawing_time import DrawingTime
 from meshwright.parallel.draws.part import DrawnPart, draw_part
-from meshwright.parallel.draws.row_order import SeenOperation, has_rows_first
 from support.exact import Float64
 from support.logs import logged
 
@@ -388,31 +387,6 @@ def test_a_whole_draw_without_memory_names_the_cure() -> None:
     part = DrawnPart((size,), ((size, 1),), rows=(0, 0, 2))
     with pytest.raises(mw.PlanError, match=r"no room .*shape \(17592186044416,\).*\(2,\).*draws='rank'"):
         draw_part(part, Tensor.uniform_, (torch.empty(2),), {})
-
-
-def test_a_view_shows_the_order_of_rows_and_tokens() -> None:
-    """Rows of tokens one after the other are known as such, unless an operation may have moved them."""
-    aten = torch.ops.aten
-
-    def is_known(*operations: tuple[Any, str, str]) -> bool:
-        passes = []
-        for rows, tokens in ((4, 14), (8, 14), (4, 13)):
-            sizes = {"b": rows, "s": tokens, "n": rows * tokens, "h": 56}
-
-            def shape(letters: str, sizes: dict[str, int] = sizes) -> tuple[int, ...]:
-                return tuple(sizes[letter] for letter in letters)
-
-            passes.append([SeenOperation(of, (shape(x),) if x else (), shape(y)) for of, x, y in operations])
-        return has_rows_first((56, 112, 52), (4, 8, 4), passes)
-
-    joined, split = (aten.view.default, "bsh", "nh"), (aten.view.default, "nh", "bsh")
-    assert is_known(joined) and is_known((aten.rand.default, "", "nh"), split)
-    assert is_known(joined, (aten.view.default, "h", "h"), (aten.mm.default, "nh", "nh"))
-    assert not is_known((aten.mm.default, "nh", "nh"))  # nothing shows it
-    assert not is_known(joined, (aten.view.default, "sbh", "nh"))
-    assert not is_known(joined, (aten.view.default, "hsb", "hn"))
-    assert not is_known(joined, (aten.index.Tensor, "nh", "nh"))
-    assert not is_known(joined, (aten.cat.default, "bh", "nh"))
 
 
 def test_a_line_tells_what_the_numbers_of_other_ranks_take(caplog: pytest.LogCaptureFixture) -> None:

@@ -28,7 +28,7 @@ from meshwright.context.key_exchange import WholeKeys
 from meshwright.context.masks import ContextMask, Documents, query_blocks
 from meshwright.errors import PlanError
 from meshwright.parallel.batch.flash_rows import is_flash
-from meshwright.parallel.draws.device_draws import score_blocks
+from meshwright.parallel.draws.passes import score_blocks
 from meshwright.parallel.draws.score_blocks import ScoreBlock, ScoreBlocks
 from meshwright.parallel.sequence_parts import TokenRun
 from meshwright.temporarily import temporarily

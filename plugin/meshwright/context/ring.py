@@ -24,7 +24,7 @@ from meshwright.autograd import TensorFunction
 from meshwright.context.attend import AttentionCall, ReplayedDraws, as_autocast
 from meshwright.context.key_exchange import RingKeys
 from meshwright.context.masks import ContextMask, query_blocks
-from meshwright.parallel.draws.device_draws import score_blocks
+from meshwright.parallel.draws.passes import score_blocks
 from meshwright.parallel.draws.score_blocks import ScoreBlock, ScoreBlocks
 from meshwright.parallel.sequence_parts import TokenRun
 

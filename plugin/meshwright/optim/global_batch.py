@@ -20,7 +20,7 @@ from meshwright.optim.runtime import Runtime, Watch, find_runtime, live_runtimes
 from meshwright.parallel import collectives
 from meshwright.parallel.batch.mean_over_ranks import GlobalMean
 from meshwright.parallel.batch.share import are_cut, has_filler_rows
-from meshwright.parallel.draws.device_draws import draw_rows_from
+from meshwright.parallel.draws.passes import draw_rows_from
 from meshwright.parallel.draws.sampling import RowDraws, rows_of
 from meshwright.parallel.forward.uneven_batches import UnevenBatches
 from meshwright.parallel.losses.deferred_logits import deferred_of

@@ -22,8 +22,9 @@ import torch
 from torch import Generator, Tensor, nn
 
 from meshwright.parallel.async_numbers import is_deferred, read_later
-from meshwright.parallel.draws.device_draws import DeviceDraws, go_on_from, of_micro_batch
+from meshwright.parallel.draws.device_draws import DeviceDraws
 from meshwright.parallel.draws.kernels import generators_of, identity_of
+from meshwright.parallel.draws.passes import go_on_from, of_micro_batch
 from meshwright.parallel.dropout_streams import Rates
 
 logger = logging.getLogger(__name__)
