@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 import transformers
 import typer
-from meshwright.verification.float64_modules import in_float64
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING
 from transformers.trainer_utils import set_seed
@@ -39,6 +38,7 @@ from conformance.families.tiny_models import Tiny, prepare
 from conformance.families.type_ranks import PATIENCE, Cell, first_line, run_ranks
 from meshwright.parallel.losses.head_losses import find_loss
 from meshwright.plan.text import parse_plan
+from meshwright_tools.verification.float64_modules import in_float64
 from support.exact import gradient_differences
 from support.logs import logged
 
