@@ -1,5 +1,6 @@
 """What the installed package does without sources and without the Hugging Face stack; run by `make wheel`."""
 
+import importlib
 import importlib.metadata
 import json
 import os
@@ -41,6 +42,9 @@ def main() -> None:
     Path("config.json").write_text(json.dumps(CONFIG))
     assert run("plan", "--model", "config.json", "--gpus", "8", "--gpu", "h100-sxm", "--html", "plan.html")[0] == 0
     assert "<svg" in Path("plan.html").read_text(), "the page lacks its diagrams: are the data files in the wheel?"
+    tools = Path(importlib.import_module("meshwright_tools.verification.verify").__file__ or "").parents[1]
+    for file in ("report/page/report.html.j2", "report/page/report.css", "tracing/cuda_guard.cpp"):
+        assert (tools / file).exists(), f"{file} is not in the wheel"
     code, text = run("verify", "--model", "config.json", "--plan", "tp2")
     assert code == 2 and text.count("\n") == 1 and "pip install 'meshwright[hf]'" in text
 
