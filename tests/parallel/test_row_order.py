@@ -41,6 +41,8 @@ def changed(x: Tensor, choice: random.Random) -> Tensor:
         lambda: x.gather(dim, torch.zeros_like(x, dtype=torch.int64)), lambda: torch.cat([x, x], dim),
         lambda: x.repeat(2, *[1] * (x.ndim - 1)), lambda: x.expand(2, *x.shape), lambda: x.flip(dim),
         lambda: x.index_select(dim, torch.randperm(x.shape[dim])), lambda: x.sort(dim)[0], lambda: x.narrow(dim, 0, 1),
+        lambda: x.index_put((x[..., 0] < 0,), torch.zeros(x.shape[-1])), lambda: x.new_zeros(x.shape) + x,
+        lambda: x.index_put((torch.randperm(len(x)),), x),
     ])()  # fmt: skip
 
 

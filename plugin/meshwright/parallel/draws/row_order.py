@@ -26,7 +26,7 @@ _ALONG = {
     "cumsum", "logsumexp",
 }  # fmt: skip
 _COPIES = {"clone", "_to_copy", "detach", "alias", "lift_fresh", "native_dropout", "expand"}
-_FILLS = {"fill_", "zero_", "masked_fill_"}
+_FILLS = {"fill_", "zero_", "masked_fill_", "new_zeros", "new_ones", "new_full", "new_empty"}
 _DRAWS = torch.Tag.nondeterministic_seeded
 _VIEWS = {"view", "_unsafe_view", "reshape"}
 
@@ -92,6 +92,10 @@ class RowOrder:
         if name in _ALONG and len(args) > 1:
             along = args[1] if isinstance(args[1], list | tuple) else [args[1]]
             is_same &= all(type(i) is int and i % x.ndim > dim for i in along)
+        elif name in ("index_put", "index_put_"):
+            is_same &= args[2].ndim <= 1 < result.ndim - dim  # one value for all rows
+        elif name == "slice":
+            is_same &= len(args) > 1 and args[1] % x.ndim != dim
         elif name in _COPIES or name in _FILLS or name.endswith("_like") or _DRAWS in func.tags:
             is_same &= result.ndim == x.ndim
         else:
