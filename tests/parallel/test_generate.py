@@ -84,6 +84,7 @@ def test_what_is_not_sampled_as_on_one_device_is_told(pool2: Any) -> None:
         assert found["copies"] == found["all"][6 * rank : 6 * rank + 6]
         assert "not those of its tokens" in found["processor"] and found["processor"].count("generate draws") == 1
         assert "for prompts that differ" in found["prompts"]
+        assert found["alone"] == [True] * 6  # a rank that samples alone stops no other
 
 
 def added_noise(ids: Any, scores: Any) -> Any:
@@ -126,4 +127,14 @@ def sampled_otherwise() -> dict[str, Any]:
         model.train()(**batch).loss.backward()
         optimizer.step()
         found["prompts"] = "\n".join(lines)
+    found["alone"] = []
+    model, optimizer, batch = begun()
+    for step in range(6):
+        if step == 4 and torch.distributed.get_rank() == 0:
+            model.eval().generate(PROMPTS[:1], **options)
+        loss = model.train()(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found["alone"].append(bool(loss.isfinite()))
     return found

@@ -17,6 +17,7 @@ These streams hold with ``draws="rank"``, and for what ``parallel/draws/`` canno
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Callable
 
 import torch
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from meshwright.facts import Facts
 from meshwright.mesh.axes import Axis, Mesh
 from meshwright.outside_files import Check, integer, record
+from meshwright.parallel.autograd_graph import in_backward
 
 _MAX_SEED = 2**62
 _NEXT, _SHARED, _OWN = 1, 2, 3  # what a seed is derived for: the next, a shared or an own stream (_OWN + r for rank r)
@@ -49,6 +51,7 @@ class DropoutStreams:
     def __init__(self, *, mesh: Mesh, seed: int):
         self._mesh, self.tp, self.cp = mesh, mesh.tp, mesh.cp
         self._seed = seed
+        self._of_one_device: deque[int] = deque(maxlen=16)  # the last seeds of passes that drew as one device does
         self.is_on = True  # whether ranks draw from streams; otherwise what one device draws
         self._passes = {"training": 0, "evaluation": 0}  # separate, so that evaluation changes no training mask
 
@@ -77,8 +80,14 @@ class DropoutStreams:
             text += f" pp{pp.rank}"
         return _switch(device, int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) % _MAX_SEED)
 
+    def begin_as_one_device(self, *, trains: bool) -> None:
+        """Begin a pass that draws from no stream. It is counted, so that all ranks have the same counts."""
+        self.count(trains=trains)
+        if (seed := torch.initial_seed()) not in self._of_one_device:
+            self._of_one_device.append(seed)
+
     def count(self, *, trains: bool) -> str:
-        """Count a pass, also one that draws from no stream, so that all ranks have the same counts; return its kind."""
+        """Count a pass, and return its kind."""
         kind = "training" if trains else "evaluation"
         self._passes[kind] += 1
         return kind
@@ -112,7 +121,9 @@ class DropoutStreams:
         return self._enter(x, self.cp, _SHARED)
 
     def _enter(self, x: Tensor, axis: Axis, purpose: int) -> Restore:
-        return _enter_derived(x, axis, purpose) if self.is_on else _nothing
+        # What backward computes again draws from what its forward has drawn from: its state, and so its seed, is back.
+        is_of_one_device = bool(self._of_one_device) and in_backward() and torch.initial_seed() in self._of_one_device
+        return _enter_derived(x, axis, purpose) if self.is_on and not is_of_one_device else _nothing
 
 
 class Rates:

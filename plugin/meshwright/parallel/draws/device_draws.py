@@ -41,6 +41,7 @@ from meshwright.parallel.draws.kernels import (
     generators_of,
     hand_draws_to,
     identity_of,
+    is_given,
 )
 from meshwright.parallel.draws.part import DrawnPart, draw_part, is_dense, part_of
 from meshwright.parallel.draws.passes import DrawingPass, go_on_from, process
@@ -110,6 +111,8 @@ class DeviceDraws:
         moment = self._moment if self.is_on else "draws for itself"
         what = "what draws='device' draws from (the random state, the rows of the last batch)"
         advice = f"Ranks of tp and cp hold the same activations, for which they must draw the same. {_CURE}"
+        if not self.is_on:
+            advice = f"This rank alone has drawn what it could not place (its warning names the line). Pass {OWN_DRAWS}"
         return (Statement(text=moment, details=lambda: {what: moment}, advice=advice),)
 
     def look(self, guard: Guard, device: torch.device) -> None:
@@ -188,7 +191,7 @@ class DeviceDraws:
         restore = None if self.is_on else self._streams.enter_model(device, trains=trains)
         if self.is_on:
             current.begun = {generator: generator.get_state() for generator in generators_of(device).values()}
-            self._streams.count(trains=trains)
+            self._streams.begin_as_one_device(trains=trains)
         if trains and self.is_on:
             self._cost.begin()
         of_host = HostStates() if trains and self.is_on and self._count_pass() <= _FIRST else None
@@ -204,7 +207,8 @@ class DeviceDraws:
                 restore()
             elif not is_interrupted and current.drew:
                 self._end(current)
-            if of_host is not None and current.has_part and not of_host.are_unchanged:
+            has_part = current.has_part or self._shares_tokens or self._mesh.pp.size * self._mesh.cp.size > 1
+            if of_host is not None and has_part and not of_host.are_unchanged:
                 self._tell_of_host(current.module)
 
         return end
@@ -236,8 +240,7 @@ class DeviceDraws:
             yield
             return
         if call.samples and not meets and self._mesh.dp.size > 1:
-            self._prompts = call.digest(state)
-            self._meetings.clear()  # so that the ranks compare them where they meet next
+            self._prompts = call.digest(state)  # for the next comparison
         hand_draws_to(process.draw, (torch.device("cpu"), device))
         current = DrawingPass(model, batch, self._format, device, self._mesh.dp, call.total == call.held, frame, call)
         process.begin(self, current)
@@ -317,7 +320,7 @@ class DeviceDraws:
             return self._as_sampled(current, kernel, args, kwargs)
         current.drew += 1
         generator, x = generator_of(args, kwargs), kwargs.get("out", args[0])
-        if kwargs.get("generator") is not None and generator not in current.states:
+        if is_given(args, kwargs) and generator not in current.states:
             current.states[generator] = generator.get_state()
         lines = lines_to(sys._getframe(1), current.frame)
         part = self._part(current, lines, x)
@@ -356,7 +359,7 @@ class DeviceDraws:
         """Return a function that makes a draw of ``generate`` between the passes of the model."""
         call = current.generation
         assert call is not None
-        if kwargs.get("generator") is not None or call.held == call.total:
+        if is_given(args, kwargs) or call.held == call.total:
             return functools.partial(kernel, *args, **kwargs)
         current.drew += 1
         part = call.part(args[0].shape) if samples_tokens(sys._getframe(1)) and is_dense(args[0]) else None
@@ -441,12 +444,17 @@ class DeviceDraws:
             )  # fmt: skip
             self._is_known = False
         if not self._is_known:
-            for generator, state in current.begun.items():  # some ranks may have drawn more often
-                generator.set_state(state)
-                with apart():
-                    advance(generator)
-            process.follow(current.device)
+            if self._mesh.pp.size == 1:  # the stages of a pipeline have the states of the last one
+                self._begin_again(current)
             self._stop()
+
+    def _begin_again(self, current: DrawingPass) -> None:
+        """Give all ranks one state, since some may have drawn more often than others."""
+        for generator, state in current.begun.items():
+            generator.set_state(state)
+            with apart():
+                advance(generator)
+        process.follow(current.device)
 
     def _stop(self) -> None:
         """Stop, or wait until the stages of the pipeline do so together."""

@@ -106,7 +106,14 @@ def generator_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Generator:
     """Return the generator from which an operation draws."""
     given: Generator | None = kwargs.get("generator")
     device = kwargs.get("out", args[0]).device
-    return generators_of(device)[device.type] if given is None else given
+    own = generators_of(device)[device.type]
+    return own if given is None or identity_of(given) == identity_of(own) else given
+
+
+def is_given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether an operation draws from a generator of the program's own."""
+    given = kwargs.get("generator")
+    return given is not None and generator_of(args, kwargs) is given
 
 
 def identity_of(generator: Generator) -> int:

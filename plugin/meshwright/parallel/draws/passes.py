@@ -20,7 +20,7 @@ from meshwright.parallel.autograd_graph import in_backward
 from meshwright.parallel.batch.items import BatchFormat
 from meshwright.parallel.batch.schema import BatchSchema
 from meshwright.parallel.batch.share import share_of
-from meshwright.parallel.draws.kernels import Call, digest_of, generator_of, generators_of, hand_draws_to
+from meshwright.parallel.draws.kernels import Call, digest_of, generator_of, generators_of, hand_draws_to, is_given
 from meshwright.parallel.draws.part import DrawnPart, draw_part
 from meshwright.parallel.draws.sampling import Generation, RowDraws
 from meshwright.parallel.draws.score_blocks import ScoreBlock, ScoreBlocks, running_block
@@ -221,7 +221,7 @@ class Drawing:
                 draws.tell_of_states(current.module)
                 return draw()
             draw = draws.as_one_device(current, kernel, args, kwargs)
-        if given is not None:
+        if is_given(args, kwargs):
             return draw()
         generator = generator_of(args, kwargs)
         with self.lock:

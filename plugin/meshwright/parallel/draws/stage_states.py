@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 
+from meshwright.errors import PlanError
 from meshwright.parallel.async_numbers import is_deferred, read_later
 from meshwright.parallel.draws.device_draws import DeviceDraws
 from meshwright.parallel.draws.kernels import generators_of, identity_of
@@ -146,6 +147,18 @@ class PassStates:
             self._after[stage] = self._now()
             marks = self._before.get(stage, self._start)[-_MARKS:]
             self._after[stage][-_MARKS:] = marks | torch.tensor(self._draws.marks_of(self._pass), device="cpu")
+
+    def check_left(self, stage: int) -> None:
+        """Raise if the last layer of a stage has not run, with whose end the states cross.
+
+        Raises:
+            PlanError: if it has not.
+        """
+        if self.carries and stage not in self._after:
+            raise PlanError(
+                f"the last layer of pipeline stage {stage} did not run in this pass, so the next stage does not know "
+                "which random numbers follow. Skip what is inside of a layer and not its call, or use pp=1"
+            )
 
     def after(self, stage: int) -> Tensor:
         """Return what crosses to the next stage, also from one that has failed."""
