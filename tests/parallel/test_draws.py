@@ -20,6 +20,7 @@ from meshwright.optim.runtime import runtime_of
 from meshwright.parallel.draws import sites
 from meshwright.parallel.draws.drawing_time import DrawingTime
 from meshwright.parallel.draws.part import DrawnPart, draw_part
+from meshwright.parallel.dropout_streams import DropoutStreams
 from support.exact import Float64
 from support.logs import logged
 
@@ -378,6 +379,10 @@ def norms_when_a_draw_is_not_placed(recompute: str) -> list[float]:
             model(**batch("gpt2", number)).loss.backward()
             found.append(float(mw.clip_grad_norm_(model, 1.0)))
             model.zero_grad()
+        state = runtime_of(model).features.get(DropoutStreams).state_dict()
+        resumed = mw.to_distributed(made("gpt2").double().train(), plan="tp2")[0]
+        runtime_of(resumed).features.get(DropoutStreams).load_state_dict(state)
+        assert not runtime_of(resumed).draws.is_on  # a run that goes on draws as the one that was interrupted
         return found
 
 

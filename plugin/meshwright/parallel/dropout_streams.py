@@ -34,7 +34,9 @@ _NEXT, _SHARED, _OWN = 1, 2, 3  # what a seed is derived for: the next, a shared
 Restore = Callable[[], None]
 
 # What ``DropoutStreams.state_dict`` returns.
-STREAMS: Check = record({"seed": integer(-(2**63), 2**63 - 1), "training": integer(), "evaluation": integer()})
+STREAMS: Check = record(
+    {"seed": integer(-(2**63), 2**63 - 1), "training": integer(), "evaluation": integer()}, {"stopped": integer()}
+)
 
 
 class DropoutStreams:
@@ -53,6 +55,7 @@ class DropoutStreams:
         self._seed = seed
         self._of_one_device: deque[int] = deque(maxlen=16)  # the last seeds of passes that drew as one device does
         self.is_on = True  # whether ranks draw from streams; otherwise what one device draws
+        self.has_stopped = False  # whether they have drawn as one device, until something could not be placed
         self._passes = {"training": 0, "evaluation": 0}  # separate, so that evaluation changes no training mask
 
     @property
@@ -97,12 +100,18 @@ class DropoutStreams:
 
         The dict is JSON-serialisable and equal on all ranks.
         """
-        return {"seed": self._seed, **self._passes}
+        return {"seed": self._seed, **self._passes, **({"stopped": 1} if self.has_stopped else {})}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue from a :meth:`state_dict`."""
         self._seed = state["seed"]
         self._passes = {kind: state[kind] for kind in self._passes}
+        if state.get("stopped"):
+            self.stop()
+
+    def stop(self) -> None:
+        """Draw from streams from the next pass on, as before a resumption."""
+        self.is_on = self.has_stopped = True
 
     def enter_shard(self, x: Tensor) -> Restore:
         """Switch to this rank's own stream, for code in which each rank of the TP axis holds a part of ``x``."""

@@ -83,7 +83,7 @@ class DeviceDraws:
         shares_tokens: bool,
         wholes: Mapping[nn.Module, Mapping[str, Any]],
     ) -> None:
-        self.is_on, self._mesh, self._streams, self._format = is_on, mesh, streams, format
+        self._mesh, self._streams, self._format = mesh, streams, format
         self._sites, self._shares_tokens = DrawSites(wholes), shares_tokens
         self._is_known = True
         streams.is_on = not is_on
@@ -97,6 +97,11 @@ class DeviceDraws:
         self._stops = False  # whether a stage waits until all stages of its pipeline stop
         self._cost = DrawingTime()
         self.parted: Parted | None = None  # what knows which tokens this rank of cp has
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the ranks draw as one device does, in this pass or the next one."""
+        return not self._streams.is_on
 
     @property
     def moment(self) -> str:
@@ -464,7 +469,7 @@ class DeviceDraws:
 
     def stop(self) -> None:
         """Let the ranks draw from streams of their own from the next pass on."""
-        self.is_on, self._streams.is_on = False, True
+        self._streams.stop()
 
     def marks_of(self, current: DrawingPass) -> tuple[bool, bool]:
         """Return whether a pass has drawn so far, and whether the stages must stop."""

@@ -35,7 +35,9 @@ _Parts = dict[ScoreBlock | None, tuple[DrawnPart | None, torch.Size]]  # by the 
 class DrawingModel(Protocol):
     """What draws for the passes of a model."""
 
-    is_on: bool
+    @property
+    def is_on(self) -> bool:
+        """Whether the ranks draw as one device does."""
 
     def as_one_device(
         self, current: DrawingPass, kernel: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
