@@ -25,15 +25,12 @@ from meshwright.choose.given_plan import with_sequence_parallel
 from meshwright.choose.model_sizes import against_tensor, describe_model, kind_of, logits_in_training
 from meshwright.data.nested import leaves
 from meshwright.errors import OptimizerMismatchError, PlanError
-from meshwright.facts import Facts
 from meshwright.faults.together import on_first_rank
 from meshwright.features.decision import Call, Decision, Refusal
 from meshwright.mesh.host import available_memory
 from meshwright.mesh.process_group import node_count, world_size
 from meshwright.mesh.rank_grid import AXES
-from meshwright.optim.runtime import find_runtime
 from meshwright.parallel.batch.schema import BatchSchema
-from meshwright.parallel.fake_passes.routed_shape import on_meta
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.progress import is_first_rank
 from meshwright_plan.answers import explain
@@ -388,7 +385,9 @@ def _lines(found: Search, choice: Choice, name: str) -> list[str]:
     ]
 
 
-def plan_card(plans: RunnablePlans, dataloader: Iterable[object], *, rows: int) -> str:
+def plan_card(
+    plans: RunnablePlans, dataloader: Iterable[object], *, rows: int, optimizer: str | OptimizerKind
+) -> str:
     """Return a text with the plan that the planner would pick for the launched devices and its estimates.
 
     The call does not communicate.
@@ -397,20 +396,18 @@ def plan_card(plans: RunnablePlans, dataloader: Iterable[object], *, rows: int) 
         plans: the call, with a model that has a transformers config, and the plans that the runtime takes for it.
         dataloader: the loader, whose rows give the length of a row.
         rows: rows of the global batch of one optimizer step.
+        optimizer: what the optimizer keeps, as ``kind_of`` finds it.
 
     Raises:
         PlanError: if the planner cannot describe the model, the length of a row is unknown, or no plan fits.
     """
     if not _is_mapped(getattr(dataloader, "dataset", None)):
         raise PlanError("the dataset is a stream, which does not show the length of a row")
-    length, call = _length(dataloader), plans.call  # type: ignore[arg-type]
-    if find_runtime(call.model) is not None:  # its forward is that of its plan, with the collectives of all ranks
-        facts = Facts(on_meta(call.decoder))
-        plans = dataclasses.replace(plans, call=dataclasses.replace(call, facts=facts, optimizer=None))
-    found = _search(plans, rows, length, 1, plans.against(), kind_of(call.optimizer, call.model))
+    length = _length(dataloader)  # type: ignore[arg-type]
+    found = _search(plans, rows, length, 1, plans.against(), optimizer)
     choice = found.choices[0]
     speed = choice.tokens_per_second * found.cluster.gpus
-    lines = _lines(found, choice, type(call.decoder).__name__)[:2]
+    lines = _lines(found, choice, type(plans.call.decoder).__name__)[:2]
     return "\n".join([*lines, f"  expected: {speed:,.0f} tokens/s in all"])
 
 
