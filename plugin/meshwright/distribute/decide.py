@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from meshwright.choose.picked_plan import RunnablePlans
+from meshwright.choose.runnable_plans import RunnablePlans
 from meshwright.context.check_method import check_method
 from meshwright.context.record import LENGTHS, ContextRecord, check_token_wise, record_context
 from meshwright.context.recorded_pass import ROWS, SOURCE, ContextWatcher
