@@ -143,7 +143,7 @@ def test_an_axis_is_not_blamed_for_what_refuses_the_plan_without_it(monkeypatch:
     spec = {"input_ids": ((ROWS, LENGTH), torch.int64)}
     plans = runnable(anatomies.build("qwen3_moe"), token_dispatcher="all_gather", input_spec=spec)
     assert plans.against() == {} and plans.refusal(Candidate(tp=2)) is not None
-    with pytest.raises(mw.PlanError, match="^ToDistributedConfig.token_dispatcher='all_gather' is for .* but ep=1"):
+    with pytest.raises(mw.PlanError, match=r"^ToDistributedConfig.token_dispatcher='all_gather' is for .* but ep=1"):
         pick_plan(plans, None, node_num=1)
     cluster = Cluster(device=CATALOGUE["cpu"], gpus=2)
     monkeypatch.setattr("meshwright.choose.picked_plan.cluster_at_hand", lambda *args: cluster)

@@ -289,8 +289,6 @@ def check_expert_ranks(shape: ModelShape, plan: Candidate) -> None:
     if plan.ep > 1 and plan.ep > shape.experts:
         have = f"{shape.experts} experts in a layer" if shape.experts else "no experts"
         raise PlanError(f"{plan.label}: {shape.name} has {have}, which {plan.ep} ranks cannot share; leave ep out")
-    if not plan.can_share_experts(plan.ep):
-        raise PlanError(f"{plan.label}: ep={plan.ep} cannot spread over {plan.product('dp', 'cp', 'tp')}")
     if shape.experts and plan.tp > 1 and not plan.sequence_parallel:
         raise PlanError(
             f"{plan.label}: {shape.name} has experts, which the planner estimates under tp with sequence parallelism "
