@@ -18,7 +18,7 @@ from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from meshwright import balance_experts, expert_counts
 from meshwright.choose.given_plan import PLAN_VARIABLE
-from meshwright.choose.model_sizes import describe_model
+from meshwright.choose.model_sizes import describe_model, kind_of
 from meshwright.choose.picked_plan import device_at_hand, plan_card
 from meshwright.distribute.decide import call_of, runnable_plans
 from meshwright.errors import DivergenceError, PlanError
@@ -26,7 +26,9 @@ from meshwright.faults.memory_digest import memory_digest
 from meshwright.mesh.process_group import world_size
 from meshwright.monitor.held_memory import peak_memory
 from meshwright.optim.runtime import device_of, find_runtime
+from meshwright.parallel.fake_passes.routed_shape import on_meta
 from meshwright.plan.config import ToDistributedConfig
+from meshwright.roles.adapters import without_wrappers
 
 
 class BalanceExperts(TrainerCallback):
@@ -191,8 +193,11 @@ class MeshwrightCallback(TrainerCallback):
         replicas = world_size() if runtime is None else runtime.mesh.dp.size
         rows = args.train_batch_size * args.gradient_accumulation_steps * replicas
         try:
-            call = call_of(model, ToDistributedConfig(), optimizer, device)
-            card = plan_card(runnable_plans(call), loader, rows=rows)
+            if runtime is None:
+                call = call_of(model, ToDistributedConfig(), optimizer, device)
+            else:  # the forward of a distributed model has the collectives of all ranks, and one rank asks
+                call = call_of(on_meta(without_wrappers(model)[1]), ToDistributedConfig(), None, device)
+            card = plan_card(runnable_plans(call), loader, rows=rows, optimizer=kind_of(optimizer, model))
         except PlanError as error:
             card = f"no plan: {error}"
         if runtime is not None and runtime.plan is not None:

@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 import meshwright as mw
 from meshwright.choose.given_plan import given_plan, save_plan
 from meshwright.choose.model_sizes import kind_of
-from meshwright.choose.picked_plan import RunnablePlans, pick_plan
+from meshwright.choose.picked_plan import pick_plan
+from meshwright.choose.runnable_plans import RunnablePlans
 from meshwright.distribute.decide import call_of, runnable_plans
 from meshwright_plan.job.candidate import Candidate, Job
 from meshwright_plan.job.optimizers import OPTIMIZERS
@@ -25,6 +26,7 @@ from meshwright_plan.machine.hardware import CATALOGUE, Cluster
 from meshwright_plan.memory.footprint import footprint
 from meshwright_plan.memory.peak import peak_memory
 from meshwright_tools.cli import app
+from support import anatomies
 from support.models import build, tokens
 from support.optimizers import Lamb, OfOneNorm
 from support.short_programs import losses_of
@@ -127,6 +129,26 @@ def test_what_the_runtime_refuses_is_not_searched() -> None:
     assert plans.refusal(stages) is None
     assert "could not be run on tensors without values" in str(plans.refusal_when_cut(stages))
     assert plans.refusal(stages.copy(gradient_accumulation_steps=8)) is not None  # of the same kind
+
+
+def test_what_refuses_a_part_alone_is_known_of_every_plan_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshwright.parallel.forward.recompute._layers", lambda model: [])
+    plans, few = runnable(build("llama")), Candidate(dp=2, recompute="full", recomputed_layers=3)
+    plans.against()
+    assert "all of its layers or none" in str(plans.known_refusal(few))
+    assert plans.known_refusal(few.copy(recomputed_layers=None)) is None
+
+
+def test_an_axis_is_not_blamed_for_what_refuses_the_plan_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = {"input_ids": ((ROWS, LENGTH), torch.int64)}
+    plans = runnable(anatomies.build("qwen3_moe"), token_dispatcher="all_gather", input_spec=spec)
+    assert plans.against() == {} and plans.refusal(Candidate(tp=2)) is not None
+    with pytest.raises(mw.PlanError, match=r"^ToDistributedConfig.token_dispatcher='all_gather' is for .* but ep=1"):
+        pick_plan(plans, None, node_num=1)
+    cluster = Cluster(device=CATALOGUE["cpu"], gpus=2)
+    monkeypatch.setattr("meshwright.choose.picked_plan.cluster_at_hand", lambda *args: cluster)
+    plan, reasons = pick_plan(plans, None, node_num=1)
+    assert plan.ep == 2 and reasons.count("but ep=1") == 1
 
 
 def test_a_budget_decides(pool2: Any) -> None:

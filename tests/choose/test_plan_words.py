@@ -190,6 +190,8 @@ def test_other_ways_to_write_it(text: str, fields: dict[str, Any]) -> None:
         ({2: 2}, "has no field 2"),
         (4, "plan=4 must be a meshwright.ParallelPlan, its words"),
         (mw.ParallelPlan, "must be a meshwright.ParallelPlan, its words"),
+        (Candidate(recompute="selective"), "Plan again without --allow-future"),
+        (Candidate(tp=0), "tp must be a positive integer"),
     ],
 )
 def test_no_plan(plan: Any, message: str) -> None:

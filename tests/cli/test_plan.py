@@ -131,7 +131,9 @@ def test_cpus_train_in_32_bits(config: Path) -> None:
 
 def test_a_run_has_a_bill(config: Path) -> None:
     done = run(config, "--gpus 8 --tokens 1B --price 2 --json")
-    run_of = json.loads(done.output)["plans"][0]["run"]
+    first = json.loads(done.output)["plans"][0]
+    plan, run_of = resolve_plan(first["plan"]), first["run"]  # the plan can be given back
+    assert plan.dp * first["micro_batch_size"] * first["gradient_accumulation_steps"] == 64 and plan.world_size == 8
     assert run_of["steps"] == -(-(10**9) // (64 * 4096)) and run_of["cost"] == pytest.approx(2 * run_of["gpu_hours"])
     assert "Whole run: 1 B tokens in 3,815 steps" in run(config, "--gpus 8 --tokens 1B").output
 

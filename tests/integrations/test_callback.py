@@ -54,10 +54,12 @@ def test_in_a_stock_trainer_it_says_what_it_cannot_do_and_watches(pool2: Any, tm
         assert "mfu" not in entry  # nobody knows what this CPU could do
 
 
-def test_in_ours_it_has_nothing_to_complain_of(pool2: Any, tmp_path: Path) -> None:
-    (lines, logs), _ = pool2.run(watch, tmp_path, {"tp": 2}, timeout=200)
+@pytest.mark.parametrize("plan", [{"tp": 2}, {"dp": 2, "zero_stage": 1}], ids=str)
+def test_in_ours_it_has_nothing_to_complain_of(plan: dict[str, Any], pool2: Any, tmp_path: Path) -> None:
+    """One rank asks the planner, so no question may run the forward of all ranks."""
+    (lines, logs), _ = pool2.run(watch, tmp_path, plan, timeout=100)
     assert "slowest_rank" in logs[-1]  # the trainer's own figures, which need no collective
-    assert len(lines) == 1 and "in use: ParallelPlan(tp=2" in lines[0]
+    assert len(lines) == 1 and f"in use: {mw.ParallelPlan(**plan)}" in lines[0] and "picked" in lines[0]
     assert all(entry["tokens_per_second"] > 0 for entry in logs)
 
 

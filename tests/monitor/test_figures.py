@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
+from meshwright.choose.model_sizes import kind_of
 from meshwright.choose.picked_plan import plan_card
 from meshwright.distribute.decide import call_of, runnable_plans
 from meshwright.monitor.card import Card, Comparison, Estimate, Machine, candidate_of, estimate
@@ -204,8 +205,9 @@ def test_the_state_is_that_of_the_optimizer(make: Any, tensors: int, monkeypatch
     assert memory.optimizer == tensors * memory.weights
     loader = DataLoader([{"input_ids": torch.arange(LENGTH)}] * 4, batch_size=4)
     optimizers = (None, make(model.parameters(), lr=0.1))
-    calls = (call_of(model, ToDistributedConfig(), optimizer, torch.device("cpu")) for optimizer in optimizers)
-    of_adam, of_this = (plan_card(runnable_plans(call), loader, rows=4) for call in calls)
+    plans = runnable_plans(call_of(model, ToDistributedConfig(), None, torch.device("cpu")))
+    kinds = (kind_of(optimizer, model) for optimizer in optimizers)
+    of_adam, of_this = (plan_card(plans, loader, rows=4, optimizer=kind) for kind in kinds)
     assert (of_adam == of_this) == (tensors == 2), of_this
 
 

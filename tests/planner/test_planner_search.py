@@ -134,7 +134,7 @@ def test_what_the_runtime_refuses_is_neither_searched_nor_proposed() -> None:
     assert re.search(r"--gpus 16 \(dp2 pp8 ", said)
     found = find(TINY, batch=64, gpus=4, seq=2048, refuses=refuses)
     assert found.choices and all(refuses(choice.plan) is None for choice in found.choices)
-    assert "it has hooks" in found.space.pruned.values()
+    assert "it has hooks" in found.space.refused.values()
 
 
 def test_remedy_of_more_devices_holds() -> None:

@@ -171,6 +171,8 @@ def _distribute(accelerator: Accelerator, given: _Objects, config: ToDistributed
     runtime = find_runtime(model)  # not None if from_pretrained has distributed the model
     plan = (runtime.plan if runtime is not None else None) or given_plan(config) or plan_in_model(model, config)
     is_picked = plan is None
+    if runtime is not None and is_picked:
+        plan_to_complete(runtime, model, None, config)  # raises: nothing can be added to what distributed the model
     source = source_of_plan(config, is_picked=is_picked)
     if plan is None:
         plan = _pick_plan(accelerator, model, given.optimizer, loaders, config)
@@ -289,12 +291,12 @@ def _pick_plan(
 ) -> ParallelPlan:
     """Return the plan that the planner picks for a global batch of one rank's batch times the plan's own dp."""
     dp, tried = accelerator.state.num_processes, set()
+    plans = runnable_plans(call_of(model, config, optimizer, device_for(device_of(model))))
     while True:
         loader = loaders[0] if loaders else None
         if loader is not None and not accelerator.split_batches:
             loader = global_batches(loader, dp)
-        device = device_for(device_of(model))
-        plan, reasons = pick_plan(runnable_plans(call_of(model, config, optimizer, device)), loader)
+        plan, reasons = pick_plan(plans, loader)
         tried.add(dp)
         if plan.dp in tried or accelerator.split_batches or config.input_spec is not None:
             tell_reasons(reasons)  # those of earlier rounds are about other batches

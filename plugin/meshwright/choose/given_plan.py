@@ -256,6 +256,8 @@ def resolve_plan(plan: PlanLike, source: str = "plan") -> ParallelPlan:
         >>> resolve_plan("dp2 tp2+sp zero1") == ParallelPlan(dp=2, tp=2, sequence_parallel=True, zero_stage=1)
         True
     """
+    if isinstance(plan, Candidate):  # of a search, which checks nothing
+        return plan.plan
     if isinstance(plan, ParallelPlan):
         return plan
     if isinstance(plan, Mapping):

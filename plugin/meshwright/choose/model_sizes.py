@@ -38,7 +38,7 @@ from meshwright_plan.job.shapes import ModelShape, describe
 
 
 def logits_in_training(model: nn.Module, config: ToDistributedConfig) -> Logits:
-    """Return the logits that are in memory at once in training with labels, as in ``planner.candidate.Job``.
+    """Return the logits that are in memory at once in training with labels, as in ``Job``.
 
     Args:
         model: the model, before or after it was distributed.

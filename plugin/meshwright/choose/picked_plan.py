@@ -13,8 +13,7 @@ import itertools
 import logging
 import os
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -22,28 +21,25 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from meshwright.choose.given_plan import with_sequence_parallel
-from meshwright.choose.model_sizes import against_tensor, describe_model, kind_of, logits_in_training
+from meshwright.choose.model_sizes import describe_model, kind_of, logits_in_training
+from meshwright.choose.runnable_plans import RunnablePlans
 from meshwright.data.nested import leaves
-from meshwright.errors import OptimizerMismatchError, PlanError
-from meshwright.facts import Facts
+from meshwright.errors import PlanError
 from meshwright.faults.together import on_first_rank
-from meshwright.features.decision import Call, Decision, Refusal
 from meshwright.mesh.host import available_memory
 from meshwright.mesh.process_group import node_count, world_size
 from meshwright.mesh.rank_grid import AXES
-from meshwright.optim.runtime import find_runtime
 from meshwright.parallel.batch.schema import BatchSchema
-from meshwright.parallel.fake_passes.routed_shape import on_meta
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.progress import is_first_rank
 from meshwright_plan.answers import explain
 from meshwright_plan.formatting import memory as memory_text
 from meshwright_plan.formatting import seconds
-from meshwright_plan.job.candidate import Candidate, Job
+from meshwright_plan.job.candidate import Job
 from meshwright_plan.job.optimizers import OptimizerKind
 from meshwright_plan.machine.devices import Device, device_of_driver
 from meshwright_plan.machine.hardware import CATALOGUE, Cluster, HardwareProfile
-from meshwright_plan.search.search import BESIDE_DP, TIE, TIED, Choice, Search, axes_of, search
+from meshwright_plan.search.search import TIE, TIED, Choice, Search, axes_of, search
 from meshwright_plan.search.space import Space
 
 PROFILE_FILE = "machine.json"  # the file that messages propose for a profile
@@ -95,6 +91,7 @@ logger = logging.getLogger(__name__)
 
 _ROWS_TO_MEASURE = 8  # samples from which the length of a row is measured
 _TOLERANCE = 0.1  # share of a model's parameters by which the planner's count may be off without a warning
+_NAMED = 3  # reasons for which plans that fit are refused, of those that a message names
 _EXPLAINED = {*AXES, "zero", "micro_batch"} - {"cp"}  # the log says why other values of these were not chosen
 
 
@@ -102,90 +99,6 @@ def tell_reasons(reasons: str) -> None:
     """Log the reasons for a picked plan on rank 0, if there are any."""
     if reasons and is_first_rank():
         logger.warning("%s", reasons)  # INFO is hidden by default
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunnablePlans:
-    """Which plans the runtime takes for one call.
-
-    Args:
-        call: the call, under any plan.
-        rows: the rows by which a call is refused before its plan cuts the model.
-        decide: decides what the plan of a call does to the model, or raises.
-        by_rows, when_cut: why kinds of plans are refused, as far as this was asked; None for those that are not.
-    """
-
-    call: Call
-    rows: Sequence[Refusal]
-    decide: Callable[[Call], Decision]
-    by_rows: dict[Candidate, str | None] = field(default_factory=dict)
-    when_cut: dict[Candidate, str | None] = field(default_factory=dict)
-
-    def refusal(self, plan: Candidate) -> str | None:
-        """Return why the call is refused under a plan, as far as shows before the model is cut; None if it is not."""
-        if (kind := _alike(plan)) not in self.by_rows:
-            self.by_rows[kind] = self._refused(plan, self._first_row)
-        return self.known_refusal(plan)
-
-    def known_refusal(self, plan: Candidate) -> str | None:
-        """Return the same without a new question, which a search would ask about hundreds of plans."""
-        return self.by_rows.get(_alike(plan)) or self.when_cut.get(_kind(plan))
-
-    def refusal_when_cut(self, plan: Candidate) -> str | None:
-        """Return the same after the model was cut by the plan, which takes as long as passes without values."""
-        if self.refusal(plan) is None:
-            self.when_cut[_kind(plan)] = self._refused(plan, self._cut)
-        return self.refusal(plan)
-
-    def _refused(self, plan: Candidate, ask: Callable[[Call], str | None]) -> str | None:
-        try:
-            return ask(dataclasses.replace(self.call, plan=with_sequence_parallel(plan.plan, self.call.config)))
-        except (PlanError, OptimizerMismatchError) as error:
-            return str(error)
-
-    def _first_row(self, call: Call) -> str | None:
-        errors = (row.error(call) for row in self.rows if not row.after_cut)
-        return next((str(error) for error in errors if error is not None), None)
-
-    def _cut(self, call: Call) -> str | None:
-        cut = self.decide(call).cut
-        is_known = cut is None or cut.order.is_plain
-        return None if is_known else "what crosses its stages beside [rows, tokens, channels] has no estimate"
-
-    def against(self) -> dict[str, str]:
-        """Return each axis with which no plan may be picked, and the reason."""
-        call, found = self.call, {}
-        if (reason := against_tensor(call.model, call.config.sharding_plan)) is not None:
-            found["tp"] = reason
-        if not call.config.picks_stages:
-            found["pp"] = "ToDistributedConfig(picks_stages=False)"
-        elif next(call.model.parameters()).dtype is torch.float16:
-            found["pp"] = "stages were not compared with one device with float16 weights, only under autocast"
-        for axis in BESIDE_DP:
-            if axis not in found and (reason := self.refusal(_with_axis(axis, 2))) is not None:
-                found[axis] = reason
-        return found
-
-
-def _kind(plan: Candidate) -> Candidate:
-    """Return a plan that is refused for the same reasons: how many rows a rank has, and in how many stages, is none."""
-    return plan.copy(
-        dp=min(plan.dp, 2),
-        micro_batch_size=1,
-        gradient_accumulation_steps=min(plan.gradient_accumulation_steps, 2),
-        recomputed_layers=None if plan.recomputed_layers is None else 1,
-        stages=None,
-    )
-
-
-def _alike(plan: Candidate) -> Candidate:
-    """Return a plan that the rows refuse for the same reasons: they ask which axes it has, and for the size of ep."""
-    return _kind(plan).copy(**{axis: min(size, 2) for axis, size in plan.sizes.items()}, chunks=None, ulysses=None)
-
-
-def _with_axis(axis: str, size: int) -> Candidate:
-    """Return a plan with one axis alone; ranks that share experts are those of dp."""
-    return Candidate(dp=size if axis == "ep" else 1).copy(**{axis: size})
 
 
 def pick_plan(
@@ -207,7 +120,9 @@ def pick_plan(
 
     def pick() -> dict[str, Any]:
         rows, length = _batch(dataloader, plans.call.config)
-        found, choice = _first_runnable(plans, rows, length, node_num or node_count())
+        kind = kind_of(plans.call.optimizer, plans.call.model)
+        space, profile = _space(plans, rows, length, node_num or node_count(), kind)
+        found, choice = _first_runnable(plans, space, profile, cut=True)
         reasons = "\n".join(_shown(found, choice, type(plans.call.model).__name__))
         return {"plan": choice.plan.plan.changed, "reasons": reasons}
 
@@ -215,32 +130,31 @@ def pick_plan(
     return with_sequence_parallel(ParallelPlan(**picked["plan"]), plans.call.config), picked["reasons"]
 
 
-def _first_runnable(plans: RunnablePlans, rows: int, length: int, nodes: int) -> tuple[Search, Choice]:
-    """Return the first plan under which the model can be cut, and the search that found it.
+def _first_runnable(
+    plans: RunnablePlans, space: Space, profile: HardwareProfile | None, *, cut: bool
+) -> tuple[Search, Choice]:
+    """Return the first plan that is not refused, when it cuts the model or before; and the search that found it.
 
     If an axis of a refused plan is to blame, a search without it follows, and otherwise the next plan.
     """
-    against, kind = plans.against(), kind_of(plans.call.optimizer, plans.call.model)
+    refusal = plans.refusal_when_cut if cut else plans.refusal
     while True:
-        found = _search(plans, rows, length, nodes, against, kind)
+        found = _search(plans, space, profile)
         for choice in found.choices:
-            if plans.refusal_when_cut(choice.plan) is None:
+            if (reason := refusal(choice.plan)) is None:
                 return found, choice
+            found.space.refused.setdefault(choice.plan.label, reason)
             sizes = {axis: getattr(choice.plan, axis) for axis in axes_of(choice.plan)}
-            reasons = {f"{axis}={n}": plans.refusal_when_cut(_with_axis(axis, n)) for axis, n in sizes.items()}
+            reasons = {f"{axis}={n}": plans.blames(axis, n, cut=cut) for axis, n in sizes.items()}
             if blamed := {size: reason for size, reason in reasons.items() if reason is not None}:
-                against |= blamed
+                space = dataclasses.replace(space, against={**space.against, **blamed})
                 break
 
 
-def _search(
-    plans: RunnablePlans,
-    rows: int,
-    length: int,
-    nodes: int,
-    against: Mapping[str, str],
-    kind: str | OptimizerKind,
-) -> Search:
+def _space(
+    plans: RunnablePlans, rows: int, length: int, nodes: int, kind: str | OptimizerKind
+) -> tuple[Space, HardwareProfile | None]:
+    """Return the plans to search, and the profile of the machine if one is given."""
     model, config, device = plans.call.model, plans.call.config, plans.call.device
     shape = describe_model(model, config)
     assert device is not None
@@ -254,9 +168,6 @@ def _search(
     )  # fmt: skip
     if next(model.parameters()).element_size() == 4:
         job = job.in_32_bits(may_autocast=True)
-    budget = config.memory_budget
-    if budget is not None and budget <= 1:
-        budget *= cluster.device.memory
     parameters = sum(p.numel() for p in model.parameters())
     if abs(shape.parameters - parameters) > _TOLERANCE * parameters:
         logger.warning(
@@ -264,9 +175,19 @@ def _search(
             "by the same factor. To choose the plan yourself, pass ToDistributedConfig(plan=ParallelPlan(...))",
             type(model).__name__, shape.parameters / 1e6, parameters / 1e6,
         )  # fmt: skip
-    known = Space(
-        shape=shape, cluster=cluster, job=job, most_zero=2, against=against, refuses=plans.known_refusal
-    )  # fmt: skip
+    against, refuses = plans.against(), plans.known_refusal
+    return Space(shape=shape, cluster=cluster, job=job, most_zero=2, against=against, refuses=refuses), profile
+
+
+def _search(plans: RunnablePlans, known: Space, profile: HardwareProfile | None) -> Search:
+    """Return the search for the fastest plans that fit and are not known to be refused.
+
+    Raises:
+        PlanError: if there is none.
+    """
+    config, budget = plans.call.config, plans.call.config.memory_budget
+    if budget is not None and budget <= 1:
+        budget *= known.cluster.device.memory
     asked = dataclasses.replace(known, refuses=plans.refusal)
     find = functools.partial(search, profile=profile, top=TIED, within=TIE)
     found = find(known, budget=budget)
@@ -279,10 +200,20 @@ def _search(
     if found.choices:
         return found
     if found.fitting:
-        refused = ((kind.label, reason) for kind, reason in {**plans.by_rows, **plans.when_cut}.items() if reason)
-        said = "; ".join(f"{label}: {reason}" for label, reason in itertools.islice(refused, 3))
-        raise PlanError(f"none of the plans that fit works for {type(model).__name__}: {said}")
+        refused = _refused(found)
+        if len(refused) == 1:
+            raise PlanError(next(iter(refused)))
+        said = "; ".join(f"{label}: {reason}" for reason, label in itertools.islice(refused.items(), _NAMED))
+        raise PlanError(f"none of the plans that fit works for {type(plans.call.model).__name__}: {said}")
     raise explain.no_fit(find(dataclasses.replace(asked, most_zero=3), budget=budget))
+
+
+def _refused(found: Search) -> dict[str, str]:
+    """Return each reason why the runtime refuses plans that fit, and the first such plan."""
+    first: dict[str, str] = {}
+    for label, reason in found.space.refused.items():
+        first.setdefault(reason, label)
+    return first
 
 
 def _batch(dataloader: Iterable[object] | None, config: ToDistributedConfig) -> tuple[int, int]:
@@ -378,6 +309,7 @@ def _lines(found: Search, choice: Choice, name: str) -> list[str]:
     against = "; ".join(
         f"{value} {reason}" for value, reason in explain.reasons(found) if value.partition("=")[0] in _EXPLAINED
     )
+    refused = "; ".join(f"{label}: {reason}" for reason, label in itertools.islice(_refused(found).items(), _NAMED))
     return [
         f"picked {choice.plan.label} for {name} ({found.shape.parameters / 1e6:,.1f} M parameters), "
         f"{job.global_batch} x {job.seq_len} tokens per step on {cluster.gpus} x {cluster.device.name}",
@@ -385,10 +317,11 @@ def _lines(found: Search, choice: Choice, name: str) -> list[str]:
         f"{memory_text(choice.memory.total)} of {memory_text(found.budget)} per device; {found.fitting} of "
         f"{found.weighed} plans fit",
         f"  {following}{against or 'nothing was ruled out'}. To choose: ToDistributedConfig(plan=ParallelPlan(...))",
+        *([f"  refused: {refused}"] if refused else []),
     ]
 
 
-def plan_card(plans: RunnablePlans, dataloader: Iterable[object], *, rows: int) -> str:
+def plan_card(plans: RunnablePlans, dataloader: Iterable[object], *, rows: int, optimizer: str | OptimizerKind) -> str:
     """Return a text with the plan that the planner would pick for the launched devices and its estimates.
 
     The call does not communicate.
@@ -397,20 +330,17 @@ def plan_card(plans: RunnablePlans, dataloader: Iterable[object], *, rows: int) 
         plans: the call, with a model that has a transformers config, and the plans that the runtime takes for it.
         dataloader: the loader, whose rows give the length of a row.
         rows: rows of the global batch of one optimizer step.
+        optimizer: what the optimizer keeps, as ``kind_of`` finds it.
 
     Raises:
         PlanError: if the planner cannot describe the model, the length of a row is unknown, or no plan fits.
     """
     if not _is_mapped(getattr(dataloader, "dataset", None)):
         raise PlanError("the dataset is a stream, which does not show the length of a row")
-    length, call = _length(dataloader), plans.call  # type: ignore[arg-type]
-    if find_runtime(call.model) is not None:  # its forward is that of its plan, with the collectives of all ranks
-        facts = Facts(on_meta(call.decoder))
-        plans = dataclasses.replace(plans, call=dataclasses.replace(call, facts=facts, optimizer=None))
-    found = _search(plans, rows, length, 1, plans.against(), kind_of(call.optimizer, call.model))
-    choice = found.choices[0]
+    length = _length(dataloader)  # type: ignore[arg-type]
+    found, choice = _first_runnable(plans, *_space(plans, rows, length, 1, optimizer), cut=False)
     speed = choice.tokens_per_second * found.cluster.gpus
-    lines = _lines(found, choice, type(call.decoder).__name__)[:2]
+    lines = _lines(found, choice, type(plans.call.decoder).__name__)[:2]
     return "\n".join([*lines, f"  expected: {speed:,.0f} tokens/s in all"])
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from meshwright.choose.picked_plan import RunnablePlans
+from meshwright.choose.runnable_plans import RunnablePlans
 from meshwright.context.check_method import check_method
 from meshwright.context.record import LENGTHS, ContextRecord, check_token_wise, record_context
 from meshwright.context.recorded_pass import ROWS, SOURCE, ContextWatcher
@@ -26,7 +26,7 @@ from meshwright.faults.guard import Guard
 from meshwright.features.decision import Build, Call, Decision, refuse
 from meshwright.features.passes import EXPERTS
 from meshwright.mesh.axes import Mesh
-from meshwright.optim.runtime import Runtime
+from meshwright.optim.runtime import Runtime, find_runtime
 from meshwright.parallel.losses.causal_lm import BatchLoss
 from meshwright.parallel.losses.head_losses import LossKind, find_loss
 from meshwright.parallel.tensor_parallel.shared_tower import shares_towers
@@ -46,12 +46,14 @@ def call_of(
     """Return a call of ``to_distributed`` whose plan is not chosen yet.
 
     Args:
-        model: the model, with wrappers around its decoder, or its facts.
+        model: the model, with wrappers around its decoder, or its facts. It is not distributed yet: the forward of a
+            distributed one has the collectives of all ranks.
         config: the options of the call.
         optimizer: the optimizer over the model's parameters, if the call has one.
         device: the device on which the model will run.
     """
     facts = Facts.of(model)
+    assert find_runtime(facts.model) is None
     loss = find_loss(decoder_of(facts).model, config.loss_averages_over)
     return Call(facts=facts, plan=ParallelPlan(), config=config, loss=loss, optimizer=optimizer, device=device)
 

@@ -279,6 +279,20 @@ class Refusal:
         return None if reason is None else PlanError(reason)
 
 
+def refusing(call: Call, rows: Iterable[Refusal]) -> dict[Refusal, ValueError]:
+    """Return the rows that refuse a call, or its decision, with their errors; see :func:`refuse`."""
+    is_cut = isinstance(call, Decision)
+    errors: dict[Refusal, ValueError] = {}
+    for row in rows:
+        try:
+            if row.after_cut == is_cut and (error := row.error(call)) is not None:
+                errors[row] = error
+        except Exception:  # of a check of a model that an earlier row has refused already
+            if not errors:
+                raise
+    return errors
+
+
 def refuse(call: Call, rows: Iterable[Refusal]) -> None:
     """Raise one error with all that the rows refuse of a call.
 
@@ -289,14 +303,7 @@ def refuse(call: Call, rows: Iterable[Refusal]) -> None:
     Raises:
         PlanError: if a row refuses the call; an error that is the only one keeps its class.
     """
-    is_cut = isinstance(call, Decision)
-    errors: list[ValueError] = []
-    for row in rows:
-        try:
-            errors += [] if row.after_cut != is_cut or (error := row.error(call)) is None else [error]
-        except Exception:  # of a check of a model that an earlier row has refused already
-            if not errors:
-                raise
+    errors = list(refusing(call, rows).values())
     if len(errors) == 1:
         raise errors[0]
     if errors:

@@ -19,6 +19,9 @@ from meshwright_plan.memory.peak import peak_memory, stage_memory
 from meshwright_plan.search.search import TIE, Choice, Search, search
 from meshwright_plan.time.step import StepModel
 
+__all__ = ["TIE", "no_fit"]  # other modules read them here
+_GIB = 2**30
+
 
 def method_reasons(found: Search, plan: Candidate) -> Iterator[str]:
     """Yield a line on the method of a plan, and one on each other method; nothing without context parallelism.
@@ -59,10 +62,6 @@ def method_reasons(found: Search, plan: Candidate) -> Iterator[str]:
 
 def _name(plan: Candidate) -> str:
     return plan.context if plan.ulysses is None else f"{plan.context}-{plan.ulysses}"
-
-
-__all__ = ["TIE", "grid", "no_fit"]
-_GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,7 +247,9 @@ def as_dict(
         "plans": [
             {
                 "label": choice.plan.label,
-                "plan": dataclasses.asdict(choice.plan),
+                "plan": choice.plan.plan.changed if choice.plan.runs_today else dataclasses.asdict(choice.plan),
+                "micro_batch_size": choice.plan.micro_batch_size,
+                "gradient_accumulation_steps": choice.plan.gradient_accumulation_steps,
                 "runs_today": found.runs_today(choice.plan),
                 "tie": index < ties(found),
                 "fits": choice.memory.total <= found.budget,

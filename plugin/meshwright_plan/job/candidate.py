@@ -42,7 +42,7 @@ class Job:
             tokens for a rank's part of the vocabulary, or those of all tokens and words.
         images: images per sequence, of a model with a tower.
         lora: the adapters that alone are trained; None if all weights are.
-        optimizer: the optimizer, one of ``planner.optimizers.OPTIMIZERS`` or what a program's own one keeps.
+        optimizer: the optimizer, one of ``OPTIMIZERS`` or what a program's own one keeps.
 
     Raises:
         PlanError: a size is below one, or the precision or the optimizer is unknown.
@@ -198,6 +198,7 @@ class Candidate(ParallelPlan):
         unused = (name for axis, names in OPTIONS.items() if getattr(plan, axis) == 1 for name in names)
         fields = {**plan.changed, "micro_batch_size": micro, "gradient_accumulation_steps": rows // micro}
         found = cls(**{name: value for name, value in fields.items() if name not in {*unused, "dtype"}})
+        found = found.copy(chunks=found.stages_per_rank if found.schedule == "interleaved" else None)
         if found.pp > 1:
             try:
                 check(found.schedule, found.pp, found.stages_per_rank, rows // micro)
@@ -210,13 +211,17 @@ class Candidate(ParallelPlan):
         """The plan that the runtime takes, with micro-batches if there are several.
 
         Raises:
-            PlanError: two fields contradict each other.
+            PlanError: two fields contradict each other, or this version cannot run the plan.
 
         Example:
             >>> Candidate(dp=2, micro_batch_size=4).plan
             ParallelPlan(dp=2)
         """
-        assert self.runs_today
+        if not self.runs_today:
+            raise PlanError(
+                f"{self.label!r} is a plan that this version cannot run: it has neither recompute='selective' nor "
+                "ZeRO over replicated groups. Plan again without --allow-future"
+            )
         size = self.micro_batch_size if self.gradient_accumulation_steps > 1 else None
         fields = {**self.changed, "gradient_accumulation_steps": 1, "micro_batch_size": size}
         return ParallelPlan(**{name: value for name, value in fields.items() if name != "replicate"})

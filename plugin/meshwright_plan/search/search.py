@@ -214,7 +214,7 @@ class BestFirst:
     def _runs(self, plan: Candidate) -> bool:
         """Return whether the runtime takes a plan."""
         if (reason := self.space.refuses(plan)) is not None:
-            self.space.pruned.setdefault(plan.label, reason)
+            self.space.refused.setdefault(plan.label, reason)
         return reason is None
 
     def _fits(self, plan: Candidate) -> bool:

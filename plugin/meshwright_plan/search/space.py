@@ -24,7 +24,8 @@ _SHORTEST = 512  # tokens of the shortest chunk that context parallelism gives a
 class Space:
     """The candidates for a model, a cluster and a job.
 
-    ``pruned`` maps each omitted axis value to the reason. Iterating over ``regions()`` fills it.
+    ``pruned`` maps each omitted axis value to the reason. Iterating over ``regions()`` fills it. ``refused`` maps
+    the label of each plan that fits and that the runtime refuses to the reason; a search fills it.
 
     Args:
         shape: the model.
@@ -55,6 +56,7 @@ class Space:
     against: Mapping[str, str] = field(default_factory=dict)
     refuses: Callable[[Candidate], str | None] = lambda plan: None
     pruned: dict[str, str] = field(default_factory=dict, init=False)
+    refused: dict[str, str] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         matmul_peak(self.cluster.device, self.job.precision)  # raises for a precision that the device lacks
@@ -287,8 +289,6 @@ def check_expert_ranks(shape: ModelShape, plan: Candidate) -> None:
     if plan.ep > 1 and plan.ep > shape.experts:
         have = f"{shape.experts} experts in a layer" if shape.experts else "no experts"
         raise PlanError(f"{plan.label}: {shape.name} has {have}, which {plan.ep} ranks cannot share; leave ep out")
-    if not plan.can_share_experts(plan.ep):
-        raise PlanError(f"{plan.label}: ep={plan.ep} cannot spread over {plan.product('dp', 'cp', 'tp')}")
     if shape.experts and plan.tp > 1 and not plan.sequence_parallel:
         raise PlanError(
             f"{plan.label}: {shape.name} has experts, which the planner estimates under tp with sequence parallelism "
