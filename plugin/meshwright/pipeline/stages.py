@@ -150,7 +150,7 @@ class Stages:
             try:
                 return self.step.method(**{name: value for name, value in batch.items() if name not in unread})
             except StageEnd as end:
-                draws.check_left(stage)
+                draws.end_stage(stage)
                 if self.region is not None:
                     self.region.end_stage()
                 return end.crossing

@@ -148,8 +148,8 @@ class PassStates:
             marks = self._before.get(stage, self._start)[-_MARKS:]
             self._after[stage][-_MARKS:] = marks | torch.tensor(self._draws.marks_of(self._pass), device="cpu")
 
-    def check_left(self, stage: int) -> None:
-        """Raise if the last layer of a stage has not run, with whose end the states cross.
+    def end_stage(self, stage: int) -> None:
+        """End a stage, whose last layer has run: with its end the states cross.
 
         Raises:
             PlanError: if it has not.
