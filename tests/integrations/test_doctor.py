@@ -14,10 +14,11 @@ import pytest
 from typer.testing import CliRunner
 
 import meshwright_hf
-from meshwright_hf import doctor, versions
+from meshwright_hf import versions
 from meshwright_hf.launch import launcher
 from meshwright_hf.launch.job import Launch
 from meshwright_hf.versions import SAID_VARIABLE, TESTED, UntestedVersionWarning, place, warn_outside_range
+from meshwright_tools import doctor
 from meshwright_tools.cli import app
 
 pytestmark = pytest.mark.quick

@@ -16,7 +16,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from transformers import DeepseekV3Config, GPT2Config, LlamaConfig, OlmoeConfig, SmolLM3Config
+from transformers import DeepseekV3Config, GPT2Config, LlamaConfig, MixtralConfig, OlmoeConfig, SmolLM3Config
 from typer.testing import CliRunner
 
 import meshwright as mw
@@ -171,7 +171,7 @@ def test_the_command_on_stages_of_a_model_type() -> None:
 MODELING = """
 import os
 
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, MixtralConfig, LlamaForCausalLM
 
 class OwnConfig(LlamaConfig):
     model_type = "own"
@@ -277,9 +277,10 @@ def test_the_short_model_keeps_what_matters_to_a_plan(tmp_path: Path) -> None:
     assert short.attention_dropout == 0.1
     assert short.intermediate_size % plan.tp == 0
     assert not any("ropout" in note for note in notes)
-    apart = mw.ParallelPlan(pp=2)  # whose stages draw for themselves
-    (other := tmp_path / "apart").mkdir()
-    assert "Dropout is off: attention_dropout." in shortened(other, config, apart, apart)[1]
+    spread = mw.ParallelPlan(dp=2, ep=2)  # what experts drop depends on the tokens that a rank has
+    (other := tmp_path / "spread").mkdir()
+    experts = MixtralConfig(**sizes, num_key_value_heads=2, vocab_size=32000, attention_dropout=0.1)
+    assert "Dropout is off: attention_dropout." in shortened(other, experts, spread, spread)[1]
 
 
 def test_full_width_keeps_all_sizes(tmp_path: Path) -> None:
