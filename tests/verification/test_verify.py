@@ -171,7 +171,7 @@ def test_the_command_on_stages_of_a_model_type() -> None:
 MODELING = """
 import os
 
-from transformers import LlamaConfig, MixtralConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 class OwnConfig(LlamaConfig):
     model_type = "own"
