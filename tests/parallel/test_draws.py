@@ -18,8 +18,8 @@ from torch import Tensor, nn
 import meshwright as mw
 from meshwright.optim.runtime import runtime_of
 from meshwright.parallel.draws import sites
-from meshwright.parallel.draws.drawing_time import DrawingTime
 from meshwright.parallel.draws.part import DrawnPart, draw_part
+from meshwright.parallel.draws.passes import DrawingTime
 from meshwright.parallel.dropout_streams import DropoutStreams
 from support.exact import Float64
 from support.logs import logged

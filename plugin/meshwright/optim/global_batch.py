@@ -21,7 +21,7 @@ from meshwright.parallel import collectives
 from meshwright.parallel.batch.mean_over_ranks import GlobalMean
 from meshwright.parallel.batch.share import are_cut, has_filler_rows
 from meshwright.parallel.draws.passes import draw_rows_from
-from meshwright.parallel.draws.sampling import RowDraws, rows_of
+from meshwright.parallel.draws.sampling import HeldRows, RowDraws
 from meshwright.parallel.forward.uneven_batches import UnevenBatches
 from meshwright.parallel.losses.deferred_logits import deferred_of
 
@@ -172,13 +172,13 @@ def sampling_generator(model: nn.Module, batch: Mapping[str, Any], *, seed: int,
     # A clone, since torch hands an operation the Python object of a generator only if torch has made it itself.
     generator = torch.Generator(next(model.parameters()).device).manual_seed(seed).clone_state()
     if (runtime := find_runtime(model)) is not None and (dp := runtime.mesh.dp).size > 1:
-        if (rows := rows_of(batch, dp)) is None:
+        if (rows := HeldRows.of(batch, dp)) is None:
             raise PlanError(
                 f"mw.sampling_generator does not know which rows of the global batch rank {dp.rank} of dp={dp.size} "
                 "has: no tensor of the batch is the loader's. Pass the batch as the loader yielded it; its copies "
                 "may be padded or repeated afterwards"
             )
-        draw_rows_from(generator, RowDraws(*rows, copies))
+        draw_rows_from(generator, RowDraws(rows, copies))
     return generator
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from meshwright.faults.statement import Statement
+from meshwright.mesh.axes import Axis
 from meshwright.parallel.batch.mean_over_ranks import TARGETS, slices, valid_labels, without_targets
 from meshwright.temporarily import temporarily
 
@@ -165,6 +166,11 @@ def without_fillers_targets(kwargs: dict[str, object]) -> dict[str, object]:
 def share_of(inputs: Iterable[object]) -> BatchShare | None:
     """Return the share that inputs of a model, or the batch that they are copies of, have of a global batch."""
     return BatchShare.of(inputs) or _process.yielded
+
+
+def first_row(dp: Axis, held: int, total: int) -> int:
+    """Return the first of the rows that the loader gives a rank of dp: as many as others, or one fewer."""
+    return min(dp.rank * total // dp.size, total - held)  # a filler is a copy of a row that another rank has
 
 
 def runs_filler(inputs: Iterable[object]) -> bool:

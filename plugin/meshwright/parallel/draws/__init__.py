@@ -21,9 +21,9 @@ the shapes of all draws, and fails where what is drawn depends on values. The fi
 which arguments) shows whether any stage draws; if none does, and no rate of dropout is set, later passes carry nothing.
 With the states travel two marks, by which all stages stop in the same pass if one of them cannot place a draw.
 
-    passes.py        passes and their draws      part.py          which part a rank keeps
+    passes.py        passes, draws, their time   part.py          which part a rank keeps
     device_draws.py  what a model's passes draw  kernels.py       the operations of torch that draw
     sites.py         the shape of each draw      row_order.py     the order of rows in a dim
     stage_states.py  from stage to stage         score_blocks.py  blocks of attention, of one draw
-    sampling.py      the tokens of generate      drawing_time.py  tells of the cost
+    sampling.py      the tokens of generate
 """

@@ -31,7 +31,6 @@ from meshwright.faults.statement import Statement
 from meshwright.faults.together import values_of_all
 from meshwright.mesh.axes import Axis, Mesh
 from meshwright.parallel.batch.items import BatchFormat
-from meshwright.parallel.draws.drawing_time import OWN_DRAWS, DrawingTime
 from meshwright.parallel.draws.kernels import (
     Call,
     advance,
@@ -44,7 +43,7 @@ from meshwright.parallel.draws.kernels import (
     is_given,
 )
 from meshwright.parallel.draws.part import DrawnPart, draw_part, is_dense, part_of
-from meshwright.parallel.draws.passes import DrawingPass, go_on_from, process
+from meshwright.parallel.draws.passes import OWN_DRAWS, DrawingPass, DrawingTime, go_on_from, process
 from meshwright.parallel.draws.sampling import Generation, samples_tokens
 from meshwright.parallel.draws.score_blocks import running_block
 from meshwright.parallel.draws.sites import DrawSites, Lines, lines_to, words_for
@@ -233,10 +232,10 @@ class DeviceDraws:
             guard: the guard, with which the ranks meet that have rows of one batch; None on one process.
         """
         call = Generation.of(model, batch, self._mesh.dp)
-        meets = self._may_be_on and call.samples and call.total > call.held and guard is not None and guard.is_current
+        meets = self._may_be_on and call.samples and not call.rows.are_all and guard is not None and guard.is_current
         state = b"".join(map(digest_of, generators_of(device).values())).hex()
         if meets and guard is not None:
-            text = f"{state} for {call.total} rows" if self.is_on else "for itself"
+            text = f"{state} for {call.rows.total} rows" if self.is_on else "for itself"
             if not guard.agree("generate", text, group=self._mesh.dp.group):
                 self._differs = True
                 self.tell_of_states(model)
@@ -247,7 +246,7 @@ class DeviceDraws:
         if call.samples and not meets and self._mesh.dp.size > 1:
             self._prompts = call.digest(state)  # for the next comparison
         hand_draws_to(process.draw, (torch.device("cpu"), device))
-        current = DrawingPass(model, batch, self._format, device, self._mesh.dp, call.total == call.held, frame, call)
+        current = DrawingPass(model, batch, self._format, device, self._mesh.dp, call.rows.are_all, frame, call)
         process.begin(self, current)
         failure: Exception | None = None
         try:
@@ -260,11 +259,11 @@ class DeviceDraws:
             with process.lock:
                 process.see(device)
                 process.passes.pop(frame, None)
-        self._is_known &= current.is_seen
+        if not current.is_seen:
+            self._tell_of_sampling()
         if meets:
             self._follow_longest(current, has_failed=failure is not None)
         if not self._is_known:
-            self._tell_of_sampling()
             self._stop()
         if failure is not None:
             raise failure
@@ -283,6 +282,7 @@ class DeviceDraws:
         process.follow(current.device)
 
     def _tell_of_sampling(self) -> None:
+        self._is_known = False
         self._tell_once(
             "sampling",
             "generate draws random numbers that are not those of its tokens, as a processor of logits may, or inside "
@@ -364,12 +364,12 @@ class DeviceDraws:
         """Return a function that makes a draw of ``generate`` between the passes of the model."""
         call = current.generation
         assert call is not None
-        if is_given(args, kwargs) or call.held == call.total:
+        if is_given(args, kwargs) or call.rows.are_all:
             return functools.partial(kernel, *args, **kwargs)
         current.drew += 1
         part = call.part(args[0].shape) if samples_tokens(sys._getframe(1)) and is_dense(args[0]) else None
         if part is None:
-            self._is_known = False
+            self._tell_of_sampling()
             return functools.partial(kernel, *args, **kwargs)
         return functools.partial(draw_part, part, kernel, args, kwargs)
 

@@ -1,11 +1,13 @@
-"""The passes that run in this process, and its draws, which belong to them."""
+"""The passes that run in this process, its draws, which belong to them, and the time that these take."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Collection, Mapping, MutableMapping
 from dataclasses import dataclass, field
@@ -19,14 +21,19 @@ from meshwright.mesh.axes import Axis
 from meshwright.parallel.autograd_graph import in_backward
 from meshwright.parallel.batch.items import BatchFormat
 from meshwright.parallel.batch.schema import BatchSchema
-from meshwright.parallel.batch.share import share_of
+from meshwright.parallel.batch.share import first_row, share_of
 from meshwright.parallel.draws.kernels import Call, digest_of, generator_of, generators_of, hand_draws_to, is_given
 from meshwright.parallel.draws.part import DrawnPart, draw_part
 from meshwright.parallel.draws.sampling import Generation, RowDraws
 from meshwright.parallel.draws.score_blocks import ScoreBlock, ScoreBlocks, running_block
 from meshwright.parallel.draws.sites import BatchSizes
+from meshwright.progress import is_first_rank
 from meshwright.temporarily import temporarily
 
+logger = logging.getLogger(__name__)
+
+OWN_DRAWS = "ToDistributedConfig(draws='rank')"  # what to write instead
+_TIMED, _SHARE = 5, 0.02  # the first steps, and the part of their time of which a line tells
 _MOST = 2**15  # draws whose parts are known again when backward computes a layer again
 
 _Parts = dict[ScoreBlock | None, tuple[DrawnPart | None, torch.Size]]  # by the block that draws
@@ -106,14 +113,14 @@ class DrawingPass:
         """The number of rows of the global batch."""
         rows = self.schema.rows
         if self.generation is not None:
-            return self.generation.total * self._copies
+            return self.generation.rows.total * self._copies
         share = share_of(self.batch.values())
         return share.total if share is not None and share.held == rows else rows * self.dp.size
 
     @property
     def _copies(self) -> int:
         """The number of rows of a pass for each row of the call of ``generate`` that runs it."""
-        return 1 if self.generation is None else max(1, self.schema.rows // self.generation.held)
+        return 1 if self.generation is None else max(1, self.schema.rows // self.generation.rows.held)
 
     @property
     def is_whole(self) -> bool:
@@ -129,9 +136,9 @@ class DrawingPass:
     def rows(self) -> range:
         """The rows of the global batch that run now."""
         held = self.schema.rows
-        first = min(self.dp.rank * self.total // self.dp.size, self.total - held)
+        first = first_row(self.dp, held, self.total)
         if self.generation is not None:
-            first = self.generation.first * self._copies
+            first = self.generation.rows.first * self._copies
         if self.part is None:
             return range(first, first + held)
         low = min(self.part.start, held - 1)  # a micro-batch without rows has one that does not count
@@ -276,3 +283,31 @@ def score_blocks(device: torch.device) -> ScoreBlocks | None:
             process.follow(device)
 
     return ScoreBlocks({x: x.get_state() for x in generators}, follow) if is_on else None
+
+
+class DrawingTime:
+    """Tells once if the parts of other ranks take a noticeable part of the first steps."""
+
+    def __init__(self) -> None:
+        self._steps, self._start, self._spent = 0, 0.0, 0.0
+
+    def begin(self) -> None:
+        """Begin a training pass."""
+        if self._steps > _TIMED:
+            return
+        now = time.perf_counter()
+        if self._steps == 1:  # the first step finds the forms of the draws
+            self._start, self._spent = now, 0.0
+        self._steps += 1
+        share = self._spent / max(now - self._start, 1e-9)
+        if self._steps > _TIMED and share > _SHARE and is_first_rank():
+            logger.info(
+                "each rank draws the random numbers of the whole batch, so that they are those of one device, which "
+                "takes %.0f %% of a step. %s draws those of the rank's rows alone",
+                100 * share, OWN_DRAWS,
+            )  # fmt: skip
+
+    def add(self, seconds: float) -> None:
+        """Add time that the parts of other ranks have taken."""
+        if self._steps <= _TIMED:
+            self._spent += seconds

@@ -21,14 +21,57 @@ import torch
 from torch import Generator, Tensor, nn
 
 from meshwright.errors import PlanError
+from meshwright.faults.memory_digest import value_digest
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.batch.schema import BatchSchema
-from meshwright.parallel.batch.share import BatchShare
+from meshwright.parallel.batch.share import BatchShare, first_row
 from meshwright.parallel.draws.kernels import Call, digest_of, generator_of
 from meshwright.parallel.draws.part import DrawnPart, draw_part, is_dense
 
 _LEFT_OUT = f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[2]}/"
 _SAMPLES = os.path.join("transformers", "generation", "utils.py")  # which samples by torch.multinomial
+
+
+@dataclass(frozen=True)
+class HeldRows:
+    """The rows of a global batch that a rank has.
+
+    Args:
+        held: their number.
+        first: the first of them.
+        total: the number of all rows.
+    """
+
+    held: int
+    first: int
+    total: int
+
+    @classmethod
+    def of(cls, batch: Mapping[str, Any], dp: Axis) -> Self | None:
+        """Return the rows of which the loader's tensors in a batch are; None if it has none with all of this rank's."""
+        for x in BatchSchema(batch).tensors.values():
+            base = x if x._base is None else x._base
+            share = BatchShare.of([x])
+            if share is not None and x.ndim == base.ndim and len(x) == len(base) == share.held:
+                return cls(share.held, first_row(dp, share.held, share.total), share.total)
+        return None
+
+    @property
+    def are_all(self) -> bool:
+        return self.held == self.total
+
+    def part(self, shape: Sequence[int], *copies: int) -> DrawnPart | None:
+        """Return the part of a draw that this rank keeps; None if the first dim does not have its rows.
+
+        Args:
+            shape: the shape of what the rank draws.
+            copies: the numbers of entries that the first dim may have for each row.
+        """
+        if not shape or shape[0] not in [self.held * count for count in copies]:
+            return None
+        each = shape[0] // self.held
+        entries = (self.total, each), *((1, size) for size in shape[1:])
+        return DrawnPart((self.total * each, *shape[1:]), entries, rows=(0, self.first, self.held))
 
 
 @dataclass(frozen=True)
@@ -39,17 +82,13 @@ class Generation:
         batch: its arguments by name.
         samples: whether it samples tokens.
         copies: the number of texts for each row.
-        held: the number of this rank's rows.
-        first: the first of these rows in the global batch.
-        total: the number of rows of the global batch; ``held`` for prompts that are not of a loader's batch.
+        rows: the rows of the global batch; all are this rank's for prompts that are not of a loader's batch.
     """
 
     batch: dict[str, Any]
     samples: bool
     copies: int
-    held: int
-    first: int
-    total: int
+    rows: HeldRows
 
     @classmethod
     def of(cls, model: nn.Module, batch: dict[str, Any], dp: Axis) -> Self:
@@ -60,22 +99,20 @@ class Generation:
             value = batch.get(name)
             return (getattr(config, name, None) or default) if value is None else value
 
-        held, first, total = rows_of(batch, dp) or (max(1, BatchSchema(batch).rows), 0, 0)
-        return cls(
-            batch, bool(option("do_sample", False)), int(option("num_return_sequences", 1)), held, first, total or held
-        )
+        if (rows := HeldRows.of(batch, dp)) is None:
+            own = max(1, BatchSchema(batch).rows)
+            rows = HeldRows(own, 0, own)
+        return cls(batch, bool(option("do_sample", False)), int(option("num_return_sequences", 1)), rows)
 
     def part(self, shape: Sequence[int]) -> DrawnPart | None:
         """Return the part of a draw of tokens that this rank keeps; None if its first dim does not have the rows."""
-        return _part(shape, (self.held, self.held * self.copies), self.held, self.first, self.total)
+        return self.rows.part(shape, 1, self.copies)
 
     def digest(self, state: str) -> str:
         """Return a digest of the prompts and of a random state."""
-        digest = hashlib.blake2b(state.encode(), digest_size=8)
-        for name, x in sorted(BatchSchema(self.batch).tensors.items()):
-            digest.update(f"{name} {tuple(x.shape)}".encode())
-            digest.update(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-        return f" {digest.hexdigest()}"
+        tensors = sorted(BatchSchema(self.batch).tensors.items())
+        prompts = "".join(f"{name} {tuple(x.shape)} {value_digest(x):x} " for name, x in tensors)
+        return f" {hashlib.blake2b((state + prompts).encode(), digest_size=8).hexdigest()}"
 
 
 @dataclass
@@ -83,15 +120,11 @@ class RowDraws:
     """The draws of a generator for all rows of a batch.
 
     Args:
-        held: the number of this rank's rows.
-        first: the first of them.
-        total: the number of all rows.
+        rows: the rows of this rank.
         copies: the number of entries of the first dim for each row.
     """
 
-    held: int
-    first: int
-    total: int
+    rows: HeldRows
     copies: int
     _last: bytes | None = None  # the digest of the generator's state after the last draw
 
@@ -111,10 +144,10 @@ class RowDraws:
         x: Tensor = kwargs.get("out", args[0])
         part = None
         if "out" not in kwargs and is_dense(x):
-            part = _part(x.shape, (self.held * self.copies,), self.held, self.first, self.total)
+            part = self.rows.part(x.shape, self.copies)
         if part is None:
             raise PlanError(
-                f"a generator of mw.sampling_generator draws for the {self.held} rows of a batch"
+                f"a generator of mw.sampling_generator draws for the {self.rows.held} rows of a batch"
                 f"{f', {self.copies} times each' if self.copies > 1 else ''}, but was asked for shape "
                 f"{tuple(x.shape)}. Draw with the rows in the first dim, pass copies= for several entries of each row, "
                 "or use a torch.Generator"
@@ -124,27 +157,8 @@ class RowDraws:
         return drawn
 
 
-def rows_of(batch: Mapping[str, Any], dp: Axis) -> tuple[int, int, int] | None:
-    """Return the number of this rank's rows of the batch that the loader has yielded last, the first of them, and the
-    number of all; None if no argument is a tensor of it, or has all of the rows that this rank has of one."""
-    for x in BatchSchema(batch).tensors.values():
-        base = x if x._base is None else x._base
-        share = BatchShare.of([x])
-        if share is not None and x.ndim == base.ndim and len(x) == len(base) == share.held:
-            return share.held, min(dp.rank * share.total // dp.size, share.total - share.held), share.total
-    return None
-
-
 def samples_tokens(frame: FrameType | None) -> bool:
     """Return whether a frame draws the tokens of ``generate``, and not what a processor of logits draws."""
     while frame is not None and frame.f_code.co_filename.startswith(_LEFT_OUT):
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename.endswith(_SAMPLES)
-
-
-def _part(shape: Sequence[int], sizes: Sequence[int], held: int, first: int, total: int) -> DrawnPart | None:
-    if not shape or shape[0] not in sizes:
-        return None
-    each = shape[0] // held
-    entries = (total, each), *((1, size) for size in shape[1:])
-    return DrawnPart((total * each, *shape[1:]), entries, rows=(0, first, held))
