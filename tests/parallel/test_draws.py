@@ -326,7 +326,7 @@ def staged(kind: str, plan: str | None = "pp2 mb2") -> tuple[list[float], list[s
         module.p = 0.0
     is_on = True
     if plan is not None:
-        model = mw.to_distributed(model, config=mw.ToDistributedConfig(plan=plan, draws="device"))[0]
+        model = mw.to_distributed(model, config=mw.ToDistributedConfig(plan=plan))[0]
     torch.manual_seed(7)
     found = []
     with Float64(), logged(level=logging.WARNING) as said:

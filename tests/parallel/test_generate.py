@@ -36,7 +36,7 @@ def trained_and_sampled(plan: str | None) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     loader: Any = torch.utils.data.DataLoader([{"input_ids": row, "labels": row} for row in PROMPTS], batch_size=4)
     if plan is not None:
-        config = mw.ToDistributedConfig(plan=plan, draws="device")
+        config = mw.ToDistributedConfig(plan=plan)
         model, optimizer, loader = mw.to_distributed(model, optimizer, loader, config=config)
     torch.manual_seed(5)
     found: dict[str, Any] = {"losses": [], "texts": [], "own": [], "looped": []}
@@ -98,7 +98,7 @@ def sampled_otherwise() -> dict[str, Any]:
         data = [{"input_ids": row, "labels": row} for row in PROMPTS[:4]]
         model = made()
         loader: Any = torch.utils.data.DataLoader(data, batch_size=4)
-        config = mw.ToDistributedConfig(plan="dp2", draws="device")
+        config = mw.ToDistributedConfig(plan="dp2")
         optimizer = torch.optim.AdamW(model.parameters())
         model, optimizer, loader = mw.to_distributed(model, optimizer, loader, config=config)
         return model, optimizer, next(iter(loader))
